@@ -11,7 +11,9 @@ ROPE_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A supported value of general.architecture in a GGUF file."""
+    """A model architecture that a GGUF file may name in general.architecture, and that this project supports. The
+    fields say how the file's metadata is converted to a config.json.
+    """
 
     in_config: str  # the architecture's name in config.json
     settings: Callable[[Metadata], dict[str, Any]] = lambda keys: {}  # further settings, named as in config.json
@@ -25,8 +27,9 @@ class Architecture:
 
 
 def _llama(keys: Metadata) -> dict[str, Any]:
-    """Return the settings of Mistral if the file has a sliding window: Mistral models also have the architecture
-    "llama"."""
+    """Return the config.json settings specific to a GGUF file of the architecture "llama". Mistral models have this
+    architecture too: a file with a sliding window gets the settings of Mistral.
+    """
     window = keys.whole("attention.sliding_window", 0)
     return {"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {}
 
@@ -41,7 +44,9 @@ def _gemma2(keys: Metadata) -> dict[str, Any]:
 
 
 def _gemma3(keys: Metadata) -> dict[str, Any]:
-    """Return the settings of Gemma 3. In a file without a window, all layers have full attention."""
+    """Return the config.json settings specific to a Gemma 3 model in a GGUF file. If the file has no sliding window,
+    all layers have full attention.
+    """
     window = keys.whole("attention.sliding_window", 0)
     # As in config.json, rope scaling applies only to layers without a window.
     return {
@@ -55,8 +60,9 @@ def _gemma3(keys: Metadata) -> dict[str, Any]:
 
 
 def _gemma(keys: Metadata, large: int) -> dict[str, Any]:
-    """Return the settings of both versions. As in llama.cpp, the scale of scores differs for the largest model. That
-    model has `large` layers."""
+    """Return the config.json settings that Gemma 2 and Gemma 3 models in GGUF files share. As in llama.cpp, the scale
+    of attention scores differs for the largest model, which has `large` layers.
+    """
     head_dim = keys.whole("attention.key_length")
     is_large = keys.whole("block_count") == large
     scalar = keys.whole("embedding_length") // keys.whole("attention.head_count") if is_large else head_dim
@@ -68,8 +74,9 @@ def _phi3(keys: Metadata) -> dict[str, Any]:
 
 
 def _qwen3moe(keys: Metadata) -> dict[str, Any]:
-    """Return the settings of the experts. As in llama.cpp, every layer has experts, and the weights of the chosen
-    experts are normalized to a sum of 1."""
+    """Return the config.json settings for the experts of a Qwen3 MoE model in a GGUF file. As in llama.cpp, every layer
+    has experts, and the weights of the chosen experts are normalized to a sum of 1.
+    """
     return {
         "num_experts": keys.whole("expert_count"),
         "num_experts_per_tok": keys.whole("expert_used_count"),
@@ -79,8 +86,10 @@ def _qwen3moe(keys: Metadata) -> dict[str, Any]:
 
 
 def _gpt_oss(keys: Metadata) -> dict[str, Any]:
-    """Return the settings of experts and windows. Every other layer has a window, starting with the first; config.json
-    means the same if it has no layer_types."""
+    """Return the config.json settings for the experts and the sliding window of a gpt-oss model in a GGUF file. Every
+    other layer has a window, starting with the first layer. A config.json without layer_types means the same. Raises
+    GgufError for another pattern of windows.
+    """
     if keys.has("attention.sliding_window_pattern") and keys.whole("attention.sliding_window_pattern") != 2:
         raise keys.error("attention.sliding_window_pattern", "2: no other value is supported")
     return {
@@ -128,7 +137,9 @@ ARCHITECTURES = {
 
 
 def architecture_of(file: GgufFile) -> str:
-    """Return the architecture in general.architecture. Raises GgufError if it is not supported."""
+    """Return the model architecture of a GGUF file, from its key general.architecture. Raises GgufError if the
+    architecture is not supported.
+    """
     name = Metadata(file, "general.").text("architecture")
     if name not in ARCHITECTURES:
         raise GgufError(

@@ -39,7 +39,9 @@ _SAMPLING = {_OTHER_NAMES.get(name, name): name for name in CHECKPOINTS_OPTIONS}
 
 
 def config_json(file: GgufFile) -> dict[str, Any]:
-    """Return the config.json that describes the model of a GGUF file. Raises GgufError."""
+    """Return the content of a config.json that describes the model in a GGUF file. Raises GgufError if a setting of the
+    file is missing or not supported.
+    """
     name = architecture_of(file)
     architecture, keys = ARCHITECTURES[name], Metadata(file, f"{name}.")
     _refuse_unsupported(keys, architecture.served)
@@ -70,8 +72,9 @@ def config_json(file: GgufFile) -> dict[str, Any]:
 
 
 def generation_config_json(file: GgufFile) -> dict[str, Any]:
-    """Return the generation_config.json with the file's sampling defaults. Other sampling keys of the file, which have
-    no name in generation_config.json, are included under their own names. Raises GgufError."""
+    """Return the content of a generation_config.json with the sampling defaults of a GGUF file. Sampling keys that have
+    no name in generation_config.json are included under their own names. Raises GgufError if a value has a wrong type.
+    """
     sampling = Metadata(file, "general.sampling.")
     found: dict[str, Any] = {name: sampling.number(key) for key, name in _SAMPLING.items() if sampling.has(key)}
     if "top_k" in found:
@@ -85,7 +88,9 @@ def generation_config_json(file: GgufFile) -> dict[str, Any]:
 
 
 def tokenizer_config_json(file: GgufFile) -> dict[str, Any]:
-    """Return the tokenizer_config.json with the chat template and the special tokens that it uses. Raises GgufError."""
+    """Return the content of a tokenizer_config.json with the chat template of a GGUF file, and with the special tokens
+    that the template uses. Raises GgufError if a value has a wrong type.
+    """
     found: dict[str, Any] = dict(SpecialTokens.of(file).texts())
     keys = Metadata(file, "tokenizer.")
     if keys.has("chat_template"):
@@ -125,15 +130,18 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return the default dtype of the model. Weights of fewer than 16 bits are widened to bfloat16."""
+    """Return the default dtype of the model in a GGUF file. The dtype is float32 or float16 if all weight matrices are
+    stored in this type, else bfloat16.
+    """
     tensors = {name: info for name, info in file.tensors.items() if not name.endswith(_EXACT)}
     names = {info.type_name for info in tensors.values() if len(info.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(names), "bfloat16")
 
 
 def _rope(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str, Any]:
-    """Return the rope settings. Divisors of single frequencies, in the tensor rope_freqs.weight, are read separately
-    with the weights."""
+    """Return the config.json settings for the rotary position embeddings of a model in a GGUF file. The divisors of
+    single frequencies, in the tensor rope_freqs.weight, are not included: they are read with the weights.
+    """
     scaling = Metadata(keys.file, f"{keys.prefix}rope.scaling.")
     kind = scaling.text("type", "linear" if scaling.has("factor") else "none")
     rope: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}

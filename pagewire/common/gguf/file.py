@@ -28,12 +28,14 @@ _MAX_SHOWN = 100  # characters of a value in an error message
 
 
 class GgufError(ValueError):
-    """A GGUF file that is not supported or broken. The message is one line that names the file and the fault."""
+    """A GGUF file is broken or not supported. The error message is one line that names the file and the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """A supported element type. Elements are stored in blocks, and a block never spans two rows."""
+    """An element type of GGUF tensors that this project supports. Elements are stored in blocks of fixed size, and a
+    block never spans two rows of a tensor.
+    """
 
     name: str
     block_size: int  # number of elements
@@ -85,7 +87,7 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor as described in the header."""
+    """The shape, element type and position of one tensor, as described in the header of a GGUF file."""
 
     shape: tuple[int, ...]  # row-major: the last dimension is contiguous
     type_number: int
@@ -93,15 +95,18 @@ class TensorInfo:
 
     @property
     def type_name(self) -> str:
-        """The name of the element type, or its number if the type has no known name."""
+        """The name of the tensor's element type in GGUF, such as "Q4_K", or its number if the type has
+        no known name.
+        """
         served = SUPPORTED_TYPES.get(self.type_number)
         return served.name if served is not None else _OTHER_NAMES.get(self.type_number, f"number {self.type_number}")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The complete header of a GGUF file. `metadata` maps keys to numbers, strings, arrays of numbers and lists of
-    strings."""
+    """The complete header of a GGUF file: metadata and descriptions of the tensors. `metadata` maps keys to numbers,
+    strings, arrays of numbers and lists of strings.
+    """
 
     path: Path
     metadata: Mapping[str, Any]
@@ -111,8 +116,9 @@ class GgufFile:
 
     @staticmethod
     def open(path: Path) -> "GgufFile":
-        """Read the header of a file. Raises GgufError if it is not a GGUF file, is broken, or contains only a part of a
-        model."""
+        """Read the header of a GGUF file. Raises GgufError if the file is not a GGUF file, is broken, or contains only
+        a part of a model.
+        """
         try:
             check_pointer(path)
             with path.open("rb") as stream:
@@ -132,7 +138,7 @@ class GgufFile:
         return file
 
     def element_type(self, name: str) -> ElementType:
-        """Return the element type of a tensor. Raises GgufError if the type is not supported."""
+        """Return the element type of the tensor with this name. Raises GgufError if the type is not supported."""
         info = self.tensors[name]
         if info.type_number not in SUPPORTED_TYPES:
             served = ", ".join(element_type.name for element_type in SUPPORTED_TYPES.values())
@@ -142,8 +148,9 @@ class GgufFile:
         return SUPPORTED_TYPES[info.type_number]
 
     def row_bytes(self, name: str) -> int:
-        """Return the number of bytes in a row of a tensor. Raises GgufError if the type is not supported, or if the
-        block size does not divide the row."""
+        """Return the number of bytes in one row of the tensor with this name. Raises GgufError if the element type is
+        not supported, or if its block size does not divide the length of a row.
+        """
         element_type, row_size = self.element_type(name), self.tensors[name].shape[-1]
         if row_size % element_type.block_size:
             raise GgufError(
@@ -153,7 +160,9 @@ class GgufFile:
         return row_size // element_type.block_size * element_type.block_bytes
 
     def check_tensors(self) -> None:
-        """Raise GgufError if a tensor's type is not supported, or if the file ends before the end of a tensor."""
+        """Check that the GGUF file contains all its tensors completely. Raises GgufError if the type of a tensor is not
+        supported, or if the file ends before the end of a tensor.
+        """
         size = self.path.stat().st_size
         for name, info in self.tensors.items():
             end = info.offset + math.prod(info.shape[:-1]) * self.row_bytes(name)
@@ -165,14 +174,17 @@ class GgufFile:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """Looks up keys of a GGUF file and checks their values. If a key without a default is missing, or a value has
-    another type, the methods raise GgufError, which names the file and the key."""
+    """A checked view of the metadata keys of a GGUF file that begin with a prefix. If a key without a default is
+    missing, or a value has another type, the methods raise GgufError, which names the file and the key.
+    """
 
     file: GgufFile
     prefix: str  # prepended to every key
 
     def error(self, key: str, expected: str) -> GgufError:
-        """Return the error for a value that is missing or not as expected."""
+        """Return the error for a metadata key of a GGUF file whose value is missing or not as expected. `expected` says
+        what the value must be.
+        """
         name = self.prefix + key
         value = self.file.metadata.get(name)
         if value is None:
@@ -197,8 +209,9 @@ class Metadata:
         return self._checked(key, None, lambda value: isinstance(value, list), "an array of texts")
 
     def numbers(self, key: str, length: int | None = None) -> Sequence[float] | None:
-        """Return an array of numbers, or None if the key is missing. If `length` is given, the array must have that
-        length."""
+        """Return the array of numbers that a GGUF file has for a metadata key, or None if the key is missing. If
+        `length` is given, the array must have that length; otherwise GgufError is raised.
+        """
         if not self.has(key):
             return None
         expected = f"an array of {'' if length is None else f'{length} '}numbers"
@@ -217,7 +230,9 @@ class Metadata:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is a GGUF file. Its suffix must be .gguf, or the file must begin with the bytes `GGUF`."""
+    """Return whether a path is a GGUF file: an existing file with the suffix .gguf, or with the bytes `GGUF` at its
+    beginning.
+    """
     if not path.is_file():
         return False
     if path.suffix.lower() == ".gguf":
@@ -227,14 +242,15 @@ def is_gguf(path: Path) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return the representation of a value, shortened for one line of an error message."""
+    """Return the representation of a Python value for an error message, shortened to about 100 characters."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 class _Cursor:
-    """Reads values in sequence. Raises GgufError for a value that would extend past the end of the file or past the
-    maximum header size."""
+    """A reader for the values in the header of a GGUF file, which are read in sequence. Raises GgufError for a value
+    that would extend past the end of the file or past the maximum header size.
+    """
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.path = path
@@ -252,7 +268,7 @@ class _Cursor:
         return taken
 
     def expect(self, num_bytes: int) -> None:
-        """Raise GgufError unless `num_bytes` bytes are left."""
+        """Raise GgufError unless the GGUF file's header has at least `num_bytes` more bytes to read."""
         if num_bytes <= self._end - self.position:
             return
         if self._end < self._size:
@@ -273,7 +289,9 @@ class _Cursor:
             raise self.error(f"{what} is {shown(taken)}, which is not UTF-8") from error
 
     def texts(self, number: int, key: str) -> list[str]:
-        """Read `number` strings. This takes a third of the time of `number` calls of `text`."""
+        """Read `number` consecutive strings from the header of a GGUF file. This needs a third of the time of `number`
+        calls of `text`. `key` is the metadata key, for error messages.
+        """
         read, found, left = self._stream.read, [], self._end - self.position
         for _ in range(number):
             length = int.from_bytes(read(8), "little")
@@ -345,8 +363,9 @@ def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
 
 
 def _shortest(value: float) -> float:
-    """Return the number with the fewest digits that rounds to this float32. This is the number that the converter
-    received."""
+    """Return the number with the fewest decimal digits that rounds to the given float32. For a setting such as 0.1,
+    this is the number that the converter to GGUF received.
+    """
     if not math.isfinite(value):
         return value
     pack: Callable[[float], bytes] = struct.Struct("<f").pack
@@ -366,7 +385,9 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
 
 
 def _data_start(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
-    """Return the offset of the first tensor's data, from which tensor offsets count."""
+    """Return the offset in a GGUF file at which the tensor data begins. The tensors' own offsets count from this
+    offset.
+    """
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     is_power = type(alignment) is int and 1 <= alignment <= _MAX_ALIGNMENT and not alignment & (alignment - 1)
     if not is_power:

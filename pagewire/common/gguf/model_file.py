@@ -17,18 +17,21 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class ModelFileError(ValueError):
-    """A file that cannot be used. The message is one line that names the file and the remedy."""
+    """A file of a model cannot be used. The error message is one line that names the file and the remedy."""
 
 
 def check_pointer(path: Path) -> None:
-    """Raise ModelFileError if the file is a Git LFS pointer, and OSError if it cannot be read."""
+    """Check that a file contains real data. Raises ModelFileError if the file is a Git LFS pointer, and OSError if the
+    file cannot be read.
+    """
     with path.open("rb") as stream:
         _check(path, stream.read(len(_POINTER)))
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> bytes:
-    """Return the content of a file. Raises ModelFileError if it has more than `max_bytes` bytes or is a Git LFS
-    pointer, and OSError if it cannot be read."""
+    """Return the content of a model's file. Raises ModelFileError if the file has more than `max_bytes` bytes or is a
+    Git LFS pointer, and OSError if the file cannot be read.
+    """
     with path.open("rb") as stream:
         content = stream.read(max_bytes + 1)
         if len(content) > max_bytes:
@@ -41,7 +44,9 @@ def read_bytes(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> str:
-    """Return the content of a UTF-8 file. Raises as `read_bytes` does, and UnicodeDecodeError if it is not UTF-8."""
+    """Return the text of a model's file in UTF-8. Raises UnicodeDecodeError if the file is not UTF-8, ModelFileError if
+    it is too large or a Git LFS pointer, and OSError if it cannot be read.
+    """
     return read_bytes(path, max_bytes).decode("utf-8")
 
 
@@ -53,8 +58,9 @@ def _check(path: Path, content: bytes) -> None:
 
 
 def read_json_value(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> Any:
-    """Return the JSON value in a file. Raises ValueError with one line that names the file, and OSError if it cannot be
-    read."""
+    """Return the JSON value in a model's file. Raises ValueError, whose message is one line that names the file, if the
+    file is not JSON or too large. Raises OSError if the file cannot be read.
+    """
     content = read_bytes(path, max_bytes)
     try:
         value = json.loads(content.decode())
@@ -71,8 +77,10 @@ def read_json_value(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> Any:
 
 
 def read_settings(path: Path, *, required: bool = False, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty object if the file is missing and not `required`. Raises ValueError
-    with one line that names the file."""
+    """Return the JSON object in a settings file of a model, such as config.json. Return an empty object if the file is
+    missing and not `required`. Raises ValueError, whose message is one line that names the file, if the file is not
+    usable.
+    """
     if not path.is_file():
         if required:
             raise ValueError(f"{path} is missing: --model must name a checkpoint directory as published")
@@ -84,12 +92,14 @@ def read_settings(path: Path, *, required: bool = False, max_bytes: int = MAX_SE
 
 
 def unserved(file: Path, key: str, value: Any, expected: str) -> ValueError:
-    """Return the error for a setting with an unsupported value."""
+    """Return the error for a setting in a model's file whose value is not supported. `expected` says what the value
+    must be.
+    """
     return ValueError(f"{file}: {key} is {shown(value)}, but must be {expected}")
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON, shortened for an error message."""
+    """Return a value as JSON for an error message, shortened to about 100 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
@@ -100,7 +110,9 @@ def is_whole(value: Any) -> TypeGuard[int]:
 
 
 def token_ids_of(settings: Mapping[str, Any], key: str, file: Path) -> set[int]:
-    """Return the token ids in a setting, which may be one id or a list of ids. Raises ValueError for an invalid id."""
+    """Return the set of token ids in a model's setting, whose value may be one id or a list of ids. Return an empty set
+    if the setting is missing. Raises ValueError for an invalid id.
+    """
     value = settings.get(key)
     token_ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(is_whole(token_id) and 0 <= token_id < 2**31 for token_id in token_ids):

@@ -37,7 +37,9 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A sequence of patterns, each of which splits the pieces that the previous patterns left."""
+    """A pre-tokenizer, which splits a text into pieces before the tokenizer applies merges. A pre-tokenizer is a
+    sequence of regular expressions. Each pattern splits the pieces that the previous patterns left.
+    """
 
     patterns: tuple[str, ...]
     takes_whole_words: bool = False  # a piece that is a token becomes this token, without merges
@@ -45,7 +47,7 @@ class PreTokenizer:
     is_composed: bool = False  # texts are normalized to Unicode NFC first
 
     def to_json(self) -> dict[str, Any]:
-        """Return the pre-tokenizer in the format of tokenizer.json."""
+        """Return the pre-tokenizer in the format of tokenizer.json, as used by the tokenizers library."""
         splits: list[dict[str, Any]] = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
             for pattern in self.patterns

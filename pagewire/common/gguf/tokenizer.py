@@ -67,8 +67,9 @@ _SENTENCEPIECE_DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def tokenizer_json(file: GgufFile) -> dict[str, Any]:
-    """Return the tokenizer.json of a GGUF file. Raises GgufError if the tokenizer is broken or of an unsupported
-    kind."""
+    """Convert the tokenizer of a GGUF file to the content of a tokenizer.json. Raises GgufError if the tokenizer is
+    broken or of an unsupported kind.
+    """
     keys = Metadata(file, "tokenizer.ggml.")
     model = keys.text("model")
     if model not in (_BYTE_LEVEL, _SENTENCEPIECE):
@@ -87,7 +88,9 @@ def tokenizer_json(file: GgufFile) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The special tokens that a file names by id, and the tokens that end an answer."""
+    """The special tokens of a GGUF file's tokenizer: tokens that the file names by id, such as BOS, and tokens that end
+    an answer.
+    """
 
     by_name: Mapping[str, int]  # "bos", "eos", "unk" and "pad", if they exist
     ends: tuple[int, ...]
@@ -96,7 +99,9 @@ class SpecialTokens:
 
     @staticmethod
     def of(file: GgufFile) -> "SpecialTokens":
-        """Return the special tokens of a file. Raises GgufError for an id outside of the vocabulary."""
+        """Read the special tokens of a GGUF file's tokenizer. Raises GgufError for a token id outside of the
+        vocabulary.
+        """
         keys = Metadata(file, "tokenizer.ggml.")
         tokens = keys.texts("tokens")
         known = {key: token_id for key, token_id in _SENTENCEPIECE_DEFAULTS.items() if token_id < len(tokens)}
@@ -112,20 +117,23 @@ class SpecialTokens:
         return SpecialTokens(by_name, tuple(sorted(ends)), frozenset(by_text), tokens)
 
     def ids(self) -> dict[str, int | list[int]]:
-        """Return the ids of special tokens by their keys in config.json, such as "bos_token_id". "eos_token_id" lists
-        all tokens that end an answer."""
+        """Return the ids of the tokenizer's special tokens by their keys in config.json, such as "bos_token_id". The
+        value of "eos_token_id" is a list of all tokens that end an answer.
+        """
         found: dict[str, int | list[int]] = {
             f"{name}_token_id": self.by_name[name] for name in ("bos", "pad") if name in self.by_name
         }
         return {**found, "eos_token_id": list(self.ends)}
 
     def texts(self) -> dict[str, str]:
-        """Return the texts of special tokens by their keys in tokenizer_config.json, such as "bos_token"."""
+        """Return the texts of the tokenizer's special tokens by their keys in tokenizer_config.json, such as
+        "bos_token".
+        """
         return {f"{name}_token": self.tokens[token_id] for name, token_id in self.by_name.items()}
 
 
 def _by_text(keys: Metadata, tokens: list[str]) -> set[int]:
-    """Return the ids of the tokens that end an answer because of their text."""
+    """Return the ids of the tokens in a GGUF file that end an answer because of their text, such as "<|im_end|>"."""
     ids = {token: token_id for token_id, token in enumerate(tokens)}
     found = {ids[text] for text in _ENDS & ids.keys()}
     for key, texts in _FILL_IN_ENDS.items():
@@ -148,7 +156,7 @@ def _token_id(keys: Metadata, name: str, num_tokens: int, default: int | None = 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The tokens of a file, by id."""
+    """The tokens of a GGUF file's tokenizer, by id."""
 
     tokens: list[str]
     types: Sequence[float]
@@ -180,7 +188,9 @@ class _Vocabulary:
         return _Vocabulary(tokens, types, ids, strips_behind=is_phi3)
 
     def added_tokens(self) -> Iterator[dict[str, Any]]:
-        """Yield the added tokens, which are matched in a text before all other processing."""
+        """Yield the entries of the tokenizer's added tokens for tokenizer.json. Added tokens are matched in a text
+        before all other processing.
+        """
         for token_id, token in enumerate(self.tokens):
             if self.types[token_id] in (_CONTROL, _UNKNOWN, _USER_DEFINED) and token:
                 yield {
@@ -248,8 +258,9 @@ def _sentencepiece(keys: Metadata, vocabulary: _Vocabulary, special: SpecialToke
 
 
 def _post_processor(keys: Metadata, special: SpecialTokens, *, adds_bos: bool) -> dict[str, Any] | None:
-    """Return the post-processor that adds BOS and EOS tokens to prompts, or None if it adds no token. Raises GgufError
-    if a token to add has no id."""
+    """Return the post-processor of a tokenizer.json, which adds BOS and EOS tokens to prompts. Return None if the GGUF
+    file's tokenizer adds no token. Raises GgufError if a token to add has no id.
+    """
     names = []
     for name, is_default in (("bos", adds_bos), ("eos", False)):
         # The default adds only tokens that the file names.
@@ -294,8 +305,10 @@ def _written_merges(keys: Metadata, ids: Mapping[str, int]) -> list[tuple[str, s
 
 
 def _merges_by_score(keys: Metadata, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return the merges of SentencePiece in order of priority: the pair whose merged token has the highest score comes
-    first. Between equal scores, as in files converted without scores, the lower id comes first."""
+    """Return the merges of a SentencePiece tokenizer in order of priority. A merge is a pair of tokens. The pair whose
+    merged token has the highest score comes first. Between equal scores, as in files converted without scores, the
+    lower id comes first.
+    """
     scores = keys.numbers("scores", len(vocabulary.tokens))
     if scores is None:
         raise keys.error(
@@ -313,8 +326,9 @@ def _merges_by_score(keys: Metadata, vocabulary: _Vocabulary) -> list[tuple[str,
 
 
 def _halves(token: str, ids: Mapping[str, int]) -> Iterable[tuple[str, str]]:
-    """Return the pairs of tokens that concatenate to this token. As in transformers, pairs with long left halves come
-    first."""
+    """Return the pairs of vocabulary tokens that concatenate to `token`, in the order of transformers: pairs with a
+    longer left half come first.
+    """
     return (
         (token[:length], token[length:])
         for length in range(len(token) - 1, 0, -1)

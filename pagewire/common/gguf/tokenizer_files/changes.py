@@ -19,7 +19,9 @@ _ADDING_NOTHING = (_BYTE_LEVEL, "TemplateProcessing")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerChanges:
-    """The changes to a tokenizer.json: the parts to replace, and the tokens to add afterwards, in order."""
+    """The changes that the other tokenizer files make to a tokenizer.json. First some parts are replaced, and then
+    tokens are added, in order.
+    """
 
     parts: Parts | None  # None: all parts stay
     tokens: tuple[DeclaredToken, ...]
@@ -28,11 +30,13 @@ class TokenizerChanges:
     ids: tuple[tuple[str, int], ...]  # the tokens to which the files assign ids, with these ids
 
     def key(self) -> bytes:
-        """Return bytes that are equal for equal changes."""
+        """Return bytes that identify the changes to a tokenizer.json. Equal changes have equal bytes."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
     def apply(self, document: Mapping[str, Any], path: Path) -> str:
-        """Return the changed tokenizer.json. Raises ValueError if the result is not a valid tokenizer."""
+        """Apply the changes to a parsed tokenizer.json, and return the text of the changed tokenizer.json. Raises
+        ValueError if the result is not a valid tokenizer.
+        """
         # Import here: commands that only compare files do not need the library.
         from tokenizers import AddedToken, Tokenizer
         from tokenizers.processors import TemplateProcessing
@@ -65,8 +69,9 @@ class TokenizerChanges:
 
 
 def changes_of(settings: TokenizerSettings, document: Mapping[str, Any], path: Path) -> TokenizerChanges | None:
-    """Compare tokenizer.json with the other files. Return the changes, or None if the files change nothing. Raises
-    ValueError."""
+    """Compare a tokenizer.json with the settings in the other tokenizer files. Return the changes to make, or None if
+    the other files change nothing. Raises ValueError if an entry of tokenizer.json is invalid.
+    """
     kind, own = settings.kind, dict(_own(document, path))
     declared = {**settings.declared, **(own if settings.takes_own else {})}
     added: list[Token] = [declared[token_id] for token_id in sorted(declared)]
@@ -92,7 +97,7 @@ def changes_of(settings: TokenizerSettings, document: Mapping[str, Any], path: P
 
 
 def _own(document: Mapping[str, Any], path: Path) -> Iterator[tuple[int, DeclaredToken]]:
-    """Yield the added tokens of tokenizer.json with their ids."""
+    """Yield the added tokens in a parsed tokenizer.json with their ids. Raises ValueError for an invalid entry."""
     entries = document.get("added_tokens") or []
     for entry in entries if isinstance(entries, list) else [entries]:
         if not isinstance(entry, dict) or not is_whole(entry.get("id")):
@@ -101,7 +106,9 @@ def _own(document: Mapping[str, Any], path: Path) -> Iterator[tuple[int, Declare
 
 
 def _final(token: Token, names: Container[str]) -> DeclaredToken:
-    """Return a token with all its properties set. Tokens in `names`, and tokens given only as a text, are special."""
+    """Return a tokenizer's token with all its properties set. Tokens in `names`, and tokens given only as a text, are
+    special.
+    """
     if isinstance(token, str):
         token = DeclaredToken(token, special=True)
     special = token.special or token.content in names
@@ -109,7 +116,9 @@ def _final(token: Token, names: Container[str]) -> DeclaredToken:
 
 
 def _matters(changes: TokenizerChanges, document: Mapping[str, Any], own: Mapping[int, DeclaredToken]) -> bool:
-    """Return whether the changes have an effect on tokenizer.json."""
+    """Return whether changes to a tokenizer.json have any effect. `own` has the added tokens of
+    tokenizer.json by id.
+    """
     by_text = {token.content: token for token in own.values()}
     if any(by_text.get(token.content) != token for token in (*changes.tokens, *changes.again)):
         return True
@@ -124,7 +133,7 @@ def _matters(changes: TokenizerChanges, document: Mapping[str, Any], own: Mappin
 
 
 def _comparable(name: str, part: Any) -> Any:
-    """Return a part of tokenizer.json without the options that have no effect."""
+    """Return a part of a tokenizer.json without the options that have no effect, so that two parts can be compared."""
     if isinstance(part, list):
         return [_comparable(name, inner) for inner in part]
     if not isinstance(part, dict):
@@ -139,7 +148,9 @@ def _comparable(name: str, part: Any) -> Any:
 
 
 def _rebuilt(document: Mapping[str, Any], parts: Parts, path: Path) -> dict[str, Any]:
-    """Return tokenizer.json with the given parts around its own vocabulary and merges. Its added tokens are removed."""
+    """Return a tokenizer.json in which the given parts replace all parts except the vocabulary and the merges. The
+    added tokens are removed. Raises ValueError if the tokenizer's model is not BPE.
+    """
     model = document["model"]
     if not isinstance(model.get("vocab"), dict) or "merges" not in model:
         raise ValueError(

@@ -25,7 +25,7 @@ _END = "<|endoftext|>"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerClass:
-    """A tokenizer class of transformers, and its differences from tokenizer.json."""
+    """A tokenizer class of transformers, and how its tokenizer differs from the tokenizer in tokenizer.json."""
 
     name: str
     # Returns the parts, given the options in the files and the text of unk_token. None: tokenizer.json is used as it
@@ -148,13 +148,14 @@ Tipsv2 Udop VideoPrism Vits Wav2Vec2CTC Wav2Vec2PhonemeCTC Whisper XGLM XLM XLMR
 
 
 class UnsupportedClassError(ValueError):
-    """A tokenizer class that is not supported. The message names the class and the remedy."""
+    """A tokenizer class of transformers is not supported. The error message names the class and the remedy."""
 
 
 def class_of(model_type: str, named: str, tokenizer_json: str) -> TokenizerClass:
-    """Return the tokenizer class that transformers' AutoTokenizer would choose. `named` is the tokenizer_class of
-    tokenizer_config.json, else of config.json, and may be empty. `tokenizer_json` is the text of tokenizer.json. Raises
-    UnsupportedClassError."""
+    """Return the tokenizer class that AutoTokenizer of transformers would choose for a model. `named` is the
+    tokenizer_class in tokenizer_config.json, else in config.json, and may be empty. `tokenizer_json` is the text of
+    tokenizer.json. Raises UnsupportedClassError if the class is not supported.
+    """
     own, said = _OF_MODEL_TYPE.get(model_type, ""), named.removesuffix("Fast")
     own_class = _BY_NAME.get(own, PLAIN)
     if not said:

@@ -24,7 +24,7 @@ from pagewire.common.gguf.tokenizer_files.settings import (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The tokenizer of a checkpoint directory or a GGUF file, as described by its files."""
+    """The tokenizer of a checkpoint directory or a GGUF file, as described by all tokenizer files together."""
 
     path: Path  # of tokenizer.json or the GGUF file
     config: Mapping[str, Any]  # the content of tokenizer_config.json
@@ -35,8 +35,10 @@ class TokenizerFiles:
 
     @staticmethod
     def of(path: Path) -> "TokenizerFiles":
-        """Read a GGUF file, or a tokenizer.json with the files beside it. Raises OSError, GgufError, or ValueError with
-        one line that names the file."""
+        """Read the tokenizer of a GGUF file, or a tokenizer.json with the files beside it. Raises OSError if a file
+        cannot be read, and GgufError or ValueError if a file is invalid. The message of these errors is one line that
+        names the file.
+        """
         if is_gguf(path):
             file = GgufFile.open(path)
             config, document = tokenizer_config_json(file), tokenizer_json(file)
@@ -52,25 +54,32 @@ class TokenizerFiles:
 
     @staticmethod
     def in_directory(directory: Path) -> "TokenizerFiles | None":
-        """Read the files of a checkpoint directory. Return None if it has no tokenizer.json. Raises as `of` does."""
+        """Read the tokenizer files of a checkpoint directory. Return None if the directory has no tokenizer.json.
+        Raises the same errors as `TokenizerFiles.of`.
+        """
         path = directory / "tokenizer.json"
         return TokenizerFiles.of(path) if path.is_file() else None
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokenizer.json and tokenizer_config.json are complete, so that no other file has an effect."""
+        """Whether tokenizer.json and tokenizer_config.json alone describe the tokenizer, because no other tokenizer
+        file has an effect.
+        """
         given = {
             name: value.get("content") if isinstance(value, dict) else value for name, value in self.config.items()
         }
         return self.changes is None and all(given.get(name) == text for name, text in self.settings.texts().items())
 
     def identity(self) -> bytes:
-        """Return bytes that are equal for equal tokenizers. Files that change nothing do not affect them."""
+        """Return bytes that identify the tokenizer. Equal tokenizers have equal bytes. A tokenizer file that changes
+        nothing has no influence on the bytes.
+        """
         return self.text.encode() + (b"" if self.changes is None else self.changes.key())
 
     def token_id(self, text: str) -> int | None:
-        """Return the id that the files assign to a token. Return None for a token that is only named: it was added
-        after the model was made."""
+        """Return the id that the tokenizer files assign to the token with this text. Return None for a token that the
+        files only name, without an id, because such a token was added after the model was made.
+        """
         model = self.document.get("model")
         vocab = model.get("vocab") if isinstance(model, dict) else None
         if isinstance(vocab, list):
@@ -84,24 +93,28 @@ class TokenizerFiles:
         return found.get(text)
 
     def tokenizer_json(self) -> str:
-        """Return a complete tokenizer.json that needs no other files. Raises ValueError if the files contradict each
-        other."""
+        """Return the text of a complete tokenizer.json that describes the tokenizer without other files. Raises
+        ValueError if the tokenizer files contradict each other.
+        """
         return self.text if self.changes is None else self.changes.apply(self.document, self.path)
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """Return the tokenizer_config.json that belongs to the result of `tokenizer_json`."""
+        """Return the content of the tokenizer_config.json that belongs to the text returned by `tokenizer_json`."""
         return {**without_tokens(self.config), **self.settings.texts(), "tokenizer_class": PLAIN.name}
 
 
 def read_tokenizer(path: Path) -> str:
-    """Return the complete tokenizer.json of a GGUF file, or of a tokenizer.json with the files beside it. Raises as
-    `TokenizerFiles.of` does."""
+    """Return the text of a complete tokenizer.json for a GGUF file, or for a tokenizer.json with the files beside it.
+    Raises the same errors as `TokenizerFiles.of`.
+    """
     return TokenizerFiles.of(path).tokenizer_json()
 
 
 def directory_digest(directory: Path, tokenizer: TokenizerFiles | None) -> bytes:
-    """Return the SHA-256 of config.json followed by the tokenizer, if any. Equal digests mean that both services use
-    the same model. Raises ModelFileError and OSError."""
+    """Return the SHA-256 of a checkpoint directory's config.json, followed by the tokenizer if there is one. If the
+    scheduler and the worker have equal digests, both services use the same model. Raises ModelFileError if config.json
+    is too large or a Git LFS pointer, and OSError if it cannot be read.
+    """
     digest = hashlib.sha256(read_bytes(directory / "config.json"))
     if tokenizer is not None:
         digest.update(tokenizer.identity())

@@ -30,7 +30,9 @@ _MAX_ID = 1 << 24  # far above any existing vocabulary
 
 @dataclass(frozen=True, slots=True)
 class DeclaredToken:
-    """An added token and its matching options. The tokenizer matches it in a text before all other processing."""
+    """An added token of a tokenizer with its options for matching. The tokenizer matches added tokens in a text before
+    all other processing.
+    """
 
     content: str
     single_word: bool = False
@@ -48,7 +50,7 @@ Token = str | DeclaredToken  # a plain text has no properties
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSettings:
-    """The tokenizer settings in the files beside tokenizer.json."""
+    """The tokenizer settings that a model's files beside tokenizer.json contain."""
 
     kind: TokenizerClass = PLAIN
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -59,12 +61,14 @@ class TokenizerSettings:
     takes_own: bool = True  # the added tokens of tokenizer.json count, too
 
     def texts(self) -> dict[str, str]:
-        """Return the texts of the named special tokens."""
+        """Return the texts of the tokenizer's named special tokens, by names such as "bos_token"."""
         return {name: str(token) for name, token in self.named.items()}
 
 
 def settings_of(directory: Path, tokenizer_json: str) -> TokenizerSettings:
-    """Read the files of a checkpoint directory. Raises ValueError with one line that names the file."""
+    """Read the tokenizer settings in the files of a checkpoint directory. Raises ValueError, whose message is one line
+    that names the file, for an invalid or unsupported setting.
+    """
     path = directory / CONFIG
     config, model = read_settings(path), read_settings(directory / "config.json")
     for name, inert in _INERT.items():
@@ -96,19 +100,23 @@ def settings_of(directory: Path, tokenizer_json: str) -> TokenizerSettings:
 
 
 def settings_in(config: Mapping[str, Any], path: Path) -> TokenizerSettings:
-    """Return the tokenizer settings of a GGUF file from the content of its tokenizer_config.json. Raises ValueError."""
+    """Return the tokenizer settings of a GGUF file, given the content of its tokenizer_config.json. Raises ValueError
+    for an invalid token.
+    """
     named, extra = _special(_by_name(_tokens_in(config, path)), PLAIN)
     return TokenizerSettings(named=named, extra=extra)
 
 
 def without_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a tokenizer_config.json that are not about tokens or the class."""
+    """Return the settings of a tokenizer_config.json that are neither tokens nor the name of the tokenizer class."""
     keys = {_EXTRA, _ADDITIONAL, _SPECIFIC, _DECODER, "tokenizer_class"}
     return {key: value for key, value in config.items() if key not in keys and not _is_token(key, value)}
 
 
 def token_of(value: Any, path: Path, key: str, *, is_special: bool = False) -> Token:
-    """Return a token from its value in a file. Raises ValueError for an invalid value."""
+    """Convert the value that describes a token in a tokenizer file. Return the text alone, or a `DeclaredToken` for an
+    object with options. Raises ValueError for an invalid value.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
@@ -121,14 +129,17 @@ def token_of(value: Any, path: Path, key: str, *, is_special: bool = False) -> T
 
 
 def _is_token(key: str, value: Any) -> bool:
-    """Return whether a setting names a special token. Other settings, such as add_bos_token, do not have a text as
-    value."""
+    """Return whether a setting in a tokenizer file names a special token, such as "bos_token". A setting such as
+    add_bos_token does not name a token, because its value is no text.
+    """
     is_named = isinstance(value, str | None) or (isinstance(value, dict) and "content" in value)
     return key.endswith("_token") and is_named
 
 
 def _tokens_in(values: Mapping[str, Any], path: Path, *, is_special: bool = False) -> dict[str, Any]:
-    """Return the special tokens in a file: for each key a token, None, or a list or mapping of tokens."""
+    """Return the special tokens in a tokenizer file by their keys. The value for a key is a token, None, or a list or
+    mapping of tokens. Raises ValueError for an invalid value.
+    """
     found: dict[str, Any] = {}
     for key, value in values.items():
         if key in _STANDARD or _is_token(key, value):
@@ -145,8 +156,9 @@ def _tokens_in(values: Mapping[str, Any], path: Path, *, is_special: bool = Fals
 
 
 def _by_name(tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the tokens of a tokenizer_config.json of any version to the current keys. Special tokens without names
-    become extra tokens, and tokens with non-standard names become model-specific tokens."""
+    """Convert the special tokens in a tokenizer_config.json of any version of transformers to the current keys. Special
+    tokens without names become extra tokens. Tokens with non-standard names become model-specific tokens.
+    """
     found = dict(tokens)
     if not found.get(_EXTRA) and _ADDITIONAL in found:
         found[_EXTRA] = found.pop(_ADDITIONAL)
@@ -159,7 +171,9 @@ def _by_name(tokens: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(tokens: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokens of tokenizer_config.json, overridden by the tokens of special_tokens_map.json."""
+    """Return the special tokens of tokenizer_config.json, overridden by the special tokens of
+    special_tokens_map.json.
+    """
     found, extra = {**tokens, **older}, older.get(_EXTRA)
     if isinstance(extra, list):
         had = list(tokens.get(_EXTRA) or ())
@@ -170,7 +184,9 @@ def _merged(tokens: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, An
 
 
 def _special(tokens: Mapping[str, Any], kind: TokenizerClass) -> tuple[dict[str, Token], tuple[Token, ...]]:
-    """Return the named special tokens, and the other special tokens."""
+    """Return a tokenizer's special tokens in two groups: tokens by their names, such as "bos_token", and special tokens
+    without names.
+    """
     found = {**kind.tokens, **tokens}
     if kind.extra:
         own = (found[name] for name in kind.extra if found[name] is not None)
@@ -183,14 +199,18 @@ def _special(tokens: Mapping[str, Any], kind: TokenizerClass) -> tuple[dict[str,
 
 
 def _flat(tokens: Mapping[str, Any]) -> Iterator[Token]:
-    """Yield the tokens with standard names, and the tokens without names."""
+    """Yield a tokenizer's special tokens that have standard names, such as "bos_token", and then the special tokens
+    without names.
+    """
     extra = tokens.get(_EXTRA)
     yield from (tokens[key] for key in _STANDARD if tokens.get(key))
     yield from extra if isinstance(extra, list) else ()
 
 
 def _listed(config: Mapping[str, Any], path: Path) -> dict[int, DeclaredToken]:
-    """Return the tokens of added_tokens_decoder by id. Raises ValueError for invalid entries."""
+    """Return the tokens in the added_tokens_decoder of a tokenizer_config.json by id. Raises ValueError for an invalid
+    entry.
+    """
     listed = config[_DECODER]
     if not isinstance(listed, dict):
         raise unserved(path, _DECODER, listed, "an object of tokens by their ids")
@@ -204,7 +224,9 @@ def _listed(config: Mapping[str, Any], path: Path) -> dict[int, DeclaredToken]:
 
 
 def _added(path: Path, special: Container[str]) -> dict[int, DeclaredToken]:
-    """Return the tokens of added_tokens.json by id. The file maps texts to ids. Raises ValueError for an invalid id."""
+    """Return the tokens in an added_tokens.json, which maps texts to ids, by id. Tokens whose text is in `special` are
+    special. Raises ValueError for an invalid id.
+    """
     found = {}
     for text, token_id in read_settings(path).items():
         if not is_whole(token_id) or not 0 <= token_id < _MAX_ID:
