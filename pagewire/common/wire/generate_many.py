@@ -25,25 +25,26 @@ class GenerateManyClient:
         self._sending: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Start to send commands, once the first message has arrived.
+        """Start to send commands on the GenerateMany RPC. Call this once the first message from the server has arrived.
 
-        A server that knows the method answers at once. With a server that does not know it, a failed write would hide
+        A server that has the method answers at once. If the server does not have the method, a failed write would hide
         the server's status.
         """
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
 
     def submit(self, submission: pb.GenerateManyRequest, num_samples: int) -> None:
-        """Send a request, whose streams are numbered from `next_stream_id`."""
+        """Send a generation request on the RPC. The request's streams, one per sample, are numbered from
+        `next_stream_id`.
+        """
         # A server refuses more samples, and such a request then has one stream.
         self.next_stream_id += min(num_samples, MAX_SAMPLES)
         self.send(submission)
 
     def abort(self, stream_id: int) -> bool:
-        """Abort a request. Return whether its submission was already sent.
+        """Abort a generation request. Return whether the request was already sent to the server.
 
-        An unsent submission is dropped. Otherwise a slow server would begin the request, and read the abort much
-        later.
+        An unsent request is dropped. Otherwise a slow server would begin the request, and read the abort much later.
         """
         if self._unsent.pop(("submit", stream_id), None) is not None:
             return False
@@ -51,14 +52,16 @@ class GenerateManyClient:
         return True
 
     def send(self, message: pb.GenerateManyRequest) -> None:
-        """Send a command. It replaces an unsent command of the same kind for the same stream."""
+        """Queue a command for the server. If a command of the same kind for the same stream is still unsent, the new
+        command replaces it.
+        """
         kind = message.WhichOneof("command")
         key = kind, getattr(getattr(message, kind), "stream_id", 0)
         self._unsent[key] = message
         self._outbox.put_nowait(key)
 
     def end(self) -> None:
-        """End the RPC."""
+        """Cancel the GenerateMany RPC, and stop sending commands."""
         self.call.cancel()
         if self._sending is not None:
             self._sending.cancel()
@@ -72,5 +75,7 @@ class GenerateManyClient:
 
 
 def is_broken(error: grpc.RpcError) -> bool:
-    """Return whether an RPC ended without a status from the server."""
+    """Return whether an RPC failed without a status from the server, because a write failed after the server had ended
+    the RPC.
+    """
     return error.details() == _FAILED_WRITE

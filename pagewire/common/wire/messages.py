@@ -15,17 +15,22 @@ PROTOCOL_VERSION = 8
 
 
 class WorkerProtocolError(Exception):
-    """The other side violated the worker protocol. The session must end. The message says what was expected and
-    received."""
+    """The other side of the link between scheduler and worker violated the protocol, so the session must end. The error
+    message says what was expected and what was received.
+    """
 
 
 def _legal(default: Any, is_legal: Callable[[Any], bool]) -> Any:
-    """Return a dataclass field with a check of its values. No check accepts NaN."""
+    """Return a dataclass field with a default, and with a function that says whether a value of the field is in range.
+    The function must refuse NaN.
+    """
     return field(default=default, metadata={"is_legal": is_legal})
 
 
 def illegal_values(message: Any) -> Iterator[tuple[str, Any]]:
-    """Return the name and the value of each field whose value is out of range."""
+    """Return an iterator over the fields of a message whose value is out of range. Each entry is the name of the field
+    and its value.
+    """
     return (
         (name, value) for name, is_legal in _limits(message.__class__) if not is_legal(value := getattr(message, name))
     )
@@ -37,13 +42,16 @@ def _limits(kind: type) -> list[tuple[str, Callable[[Any], bool]]]:
 
 
 def _column(phase: str) -> Any:
-    """Return a field that is one column of a phase of a plan. The i-th entries of all columns of a phase belong
-    together."""
+    """Return a dataclass field of a step plan that is one column of a table. `phase` names the table. The i-th entries
+    of all columns of one phase belong together.
+    """
     return field(default=(), metadata={"phase": phase})
 
 
 class Pooling(Enum):
-    """The way to compute an embedding from the final hidden states of a row's tokens. Embeddings have length 1."""
+    """How a worker computes an embedding from the final hidden states of a sequence's tokens. Embeddings are normalized
+    to length 1.
+    """
 
     NONE = 0
     LAST = 1
@@ -52,7 +60,9 @@ class Pooling(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling options of a row. Every value is explicit: defaults were resolved earlier."""
+    """The sampling options of one sequence, as the scheduler sends them to the worker. Every value is explicit: the
+    scheduler has already filled in defaults.
+    """
 
     temperature: float = _legal(0.0, lambda value: 0.0 <= value < math.inf)  # 0 is greedy
     top_k: int = _legal(0, lambda value: value >= 0)  # 0 is off
@@ -77,7 +87,7 @@ class SamplingParams:
 
 
 class GrammarKind(Enum):
-    """The syntax of a grammar's text."""
+    """The kind of a grammar that constrains an output. The kind determines the syntax of the grammar's text."""
 
     JSON_SCHEMA = 1
     JSON_OBJECT = 2
@@ -89,8 +99,9 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AddedGrammar:
-    """A grammar that an output must match, and its number in the epoch, from 1. One of the end tokens ends
-    the output."""
+    """A grammar that the scheduler sends to the worker, so that outputs can be constrained to match it. `grammar_id`
+    counts from 1 in each epoch (one pairing of a scheduler and a worker). An output ends with one of the end tokens.
+    """
 
     grammar_id: int
     kind: GrammarKind
@@ -100,7 +111,9 @@ class AddedGrammar:
 
 @dataclass(frozen=True, slots=True)
 class RowOpening:
-    """The allocation of a row: a sequence starts or resumes in a free slot."""
+    """A part of a step plan that tells the worker to start or resume a sequence. The worker allocates a row (its state
+    of one running sequence) in a free slot.
+    """
 
     slot: int
     sequence_id: int
@@ -117,11 +130,11 @@ class RowOpening:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of one step.
+    """The scheduler's instructions to the worker for one step.
 
-    The worker executes the phases in order, and within a phase all reads before all writes. The phases are: released
-    slots, released and added grammars, moves, copies, openings, forks, appended blocks, set blocks, appended tokens,
-    work.
+    The worker executes the parts of the plan as phases in a fixed order. Within a phase, all reads come before all
+    writes. The phases are: released slots, released and added grammars, moves between device and host, copies, row
+    openings, forks, appended blocks, set blocks, appended tokens, work.
     """
 
     epoch: int
@@ -166,7 +179,7 @@ PHASES = _phases()  # the names of the columns of each phase
 
 
 class RowStatus(Enum):
-    """The outcome of a row in a step: computed, or the reason why not."""
+    """The outcome of one row (a running sequence) in a step: the row was computed, or the reason why it was not."""
 
     OK = 1
     NAN_LOGITS = 2
@@ -179,7 +192,9 @@ class RowStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities as columns over positions. Each position has as many top entries as its row requested."""
+    """Log-probabilities of tokens, as columns with one entry per token position. Each position has the number of top
+    entries that its sequence requested.
+    """
 
     chosen: tuple[float, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -189,9 +204,10 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Candidates as columns over the rows of beams, most likely first.
+    """The candidates for the next token of beam search sequences, most likely first. The fields are columns that join
+    the candidates of all rows.
 
-    Each row has as many entries as it requested, or fewer if its grammar allows fewer.
+    Each row has the number of candidates that it requested, or fewer if its grammar allows fewer tokens.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -201,7 +217,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of the prompt tokens from `first_position` on, computed by one chunk of a row."""
+    """Log-probabilities of a sequence's prompt tokens from `first_position` on, computed by one prefill chunk."""
 
     slot: int
     first_position: int
@@ -210,8 +226,9 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The duration of a step's parts on the worker in microseconds. Time that is not attributed to a part counts as
-    model_us."""
+    """The time that the worker spent on each part of a step, in microseconds. Time that is not attributed to another
+    part counts as model_us.
+    """
 
     plan_us: int = 0
     batch_us: int = 0
@@ -226,7 +243,9 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step. Its rows are the sampling rows of the plan, in slot order."""
+    """The worker's result of one step. The entries are in slot order, for the rows (running sequences) that sample a
+    token in this step.
+    """
 
     epoch: int
     step: int
@@ -247,7 +266,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class GrammarReport:
-    """An added grammar is ready, or `error` gives the reason why it never will be."""
+    """The worker's report that a grammar is ready for use, or that it never will be. `error` gives the reason, and is
+    empty if the grammar is ready.
+    """
 
     epoch: int
     grammar_id: int
@@ -256,7 +277,7 @@ class GrammarReport:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of an epoch."""
+    """The message with which the scheduler begins an epoch (one pairing of a scheduler and a worker)."""
 
     protocol_version: int
     instance_id: str
@@ -269,7 +290,9 @@ _COUNT = {"is_legal": lambda value: value >= 1}
 
 @dataclass(frozen=True, slots=True)
 class WorkerCapacity:
-    """The capacity that a worker reports when an epoch begins."""
+    """The capacity and properties that a worker reports to the scheduler when an epoch (one pairing of a scheduler and
+    a worker) begins.
+    """
 
     worker_id: str
     model_digest: bytes
@@ -299,7 +322,9 @@ class WorkerCapacity:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStarting:
-    """The worker is running but not ready yet. A change of `doing` shows that the worker has made progress."""
+    """A worker's report that it is running but not ready yet. A change of `doing` shows that the worker has made
+    progress.
+    """
 
     doing: str
 
@@ -308,7 +333,7 @@ class WorkerStarting:
 
 
 class RefusalReason(Enum):
-    """The reason why a worker refuses an epoch."""
+    """The reason why a worker refuses to begin an epoch (one pairing of a scheduler and a worker)."""
 
     STALE_EPOCH = 1
     PROTOCOL_VERSION = 2
@@ -317,8 +342,9 @@ class RefusalReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A worker's refusal of an epoch: the reason, the last epoch that the worker has seen, and the instance that held
-    it."""
+    """A worker's refusal to begin an epoch (one pairing of a scheduler and a worker). The fields are the reason, the
+    last epoch that the worker has seen, the scheduler instance that began the last epoch, and a message.
+    """
 
     reason: RefusalReason
     epoch: int
@@ -328,7 +354,9 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class CertificateValidity:
-    """The validity period of a worker's certificate, in seconds of Unix time, and the flag that names its file."""
+    """The validity period of one of the worker's TLS certificates, in seconds of Unix time. `flag` is the command line
+    flag that names the certificate's file.
+    """
 
     flag: str
     begin: int
@@ -337,7 +365,7 @@ class CertificateValidity:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The progress of the worker, sent regularly even while a step runs."""
+    """A report of the worker's progress, which the worker sends to the scheduler regularly, even while a step runs."""
 
     epoch: int
     last_started_step: int

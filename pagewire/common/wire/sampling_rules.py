@@ -18,7 +18,9 @@ Options = Mapping[str, Any]
 
 
 class Fault(NamedTuple):
-    """An option with an invalid value, such as `stop[3]`, and the reason."""
+    """An error in a request's sampling options: the option with the invalid value, such as `stop[3]`, and a text that
+    gives the reason.
+    """
 
     field: str
     text: str
@@ -26,18 +28,20 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The range of valid values from `low` to `high`, both inclusive unless `excludes_low`."""
+    """The range of valid values of a sampling option, from `low` to `high`. The bounds are inclusive, except `low` if
+    `excludes_low` is set.
+    """
 
     low: int
     high: float = math.inf
     excludes_low: bool = False
 
     def holds(self, value: float) -> bool:
-        """Return whether a value is in the range. NaN never is."""
+        """Return whether a value is in the range. NaN is in no range."""
         return self.low <= value <= self.high and not (self.excludes_low and value == self.low)
 
     def faults(self, field: str, value: float) -> Iterator[Fault]:
-        """Yield a fault if the value of a field is out of range."""
+        """Yield a fault with an error message if the value of a sampling option is out of range."""
         if not self.holds(value):
             # The wire's float32 turns 0.1 into 0.10000000149.
             is_short = isinstance(value, float) and not self.holds(float(f"{value:g}"))
@@ -87,8 +91,9 @@ CHECKPOINTS_OPTIONS = (*FILTERS_OFF, "repetition_penalty")
 
 
 def faults_in(options: Options) -> Iterator[Fault]:
-    """Yield the faults of a request's options that do not depend on the model or the prompt. Types were
-    checked before."""
+    """Yield the faults in a request's sampling options that do not depend on the model or the prompt. The types of the
+    values must have been checked before.
+    """
     for field, legal in RANGES.items():
         if field in options:
             yield from legal.faults(field, options[field])
@@ -140,12 +145,16 @@ def _faults_of_beams(options: Options) -> Iterator[Fault]:
 
 
 def grammar_kind(options: Options) -> GrammarKind | None:
-    """Return the kind of the grammar that the output must match, or None. A kind's name in lower case is its option."""
+    """Return the kind of the grammar that a request's output must match, or None. Each kind has an option whose name is
+    the kind's name in lower case.
+    """
     return next((kind for kind in GrammarKind if kind.name.lower() in options), None)
 
 
 def grammar_text(options: Options, kind: GrammarKind) -> str:
-    """Return the text of the grammar that the output must match. The text is empty for any JSON object."""
+    """Return the text of the grammar that a request's output must match. The text is empty for the kind JSON_OBJECT,
+    which allows any JSON object.
+    """
     value: Any = options[kind.name.lower()]
     return json.dumps(value, ensure_ascii=False) if kind is GrammarKind.CHOICE else "" if value is True else value
 
@@ -165,7 +174,9 @@ def _faults_of_grammar(options: Options) -> Iterator[Fault]:
 
 
 def faults_of_grammar_text(name: str, text: str) -> Iterator[Fault]:
-    """Yield a fault if the text of a grammar is too long."""
+    """Yield a fault if the text of a request's grammar is too long. `name` is the name of the option that has the
+    grammar.
+    """
     # Unpaired surrogates cannot be sent. The code that builds messages reports them.
     if (size := len(text.encode(errors="surrogatepass"))) > MAX_GRAMMAR_BYTES:
         yield Fault(name, f"{name} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed; shorten it")

@@ -29,7 +29,10 @@ Envelope = TypeVar("Envelope", bound=Message)
 
 
 class _Translation(Generic[Data, Envelope]):
-    """The translation of an envelope in both directions. Each kind of body has the same name as its dataclass."""
+    """The translation between dataclasses and the protobuf messages of the link to a worker, in both directions. A
+    protobuf message is an envelope whose body is one of several kinds of message. Each kind has the same name as its
+    dataclass.
+    """
 
     def __init__(self, kinds: tuple[type, ...], envelope: type[Envelope]) -> None:
         self._envelope = envelope
@@ -46,8 +49,9 @@ class _Translation(Generic[Data, Envelope]):
         return self._envelope(**{body: encode(data)})
 
     def decode(self, message: Envelope) -> Data:
-        """Return the dataclass in an envelope. Raises WorkerProtocolError for an unknown field or value, or a missing
-        body."""
+        """Convert a received protobuf envelope to the dataclass of its body. Raises WorkerProtocolError for an unknown
+        field, an invalid value, or a missing body.
+        """
         if reason := unknown_field(message):
             raise WorkerProtocolError(reason)
         body = message.WhichOneof("body")
@@ -69,7 +73,9 @@ encode_request, decode_request, encode_response = _requests.encode, _requests.de
 
 
 def decode_response(message: worker_pb2.ExecuteResponse) -> Response:
-    """Return the decoded response of a worker. Raises WorkerProtocolError for a response with invalid values."""
+    """Convert a protobuf message from a worker to its dataclass. Raises WorkerProtocolError if the message has invalid
+    values.
+    """
     response = _responses.decode(message)
     if not isinstance(response, WorkerCapacity):
         return response

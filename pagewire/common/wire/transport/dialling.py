@@ -16,9 +16,8 @@ def open_channel(
     *,
     uses_http_proxy: bool,
 ) -> grpc.aio.Channel:
-    """Create a channel to a gRPC target. Without credentials the channel uses plaintext.
-
-    Proxy settings in environment variables apply only if `uses_http_proxy` is set.
+    """Create a gRPC channel to a target. Without credentials the channel uses plaintext. HTTP proxy settings in
+    environment variables apply only if `uses_http_proxy` is set.
     """
     options = (*options, ("grpc.enable_http_proxy", int(uses_http_proxy)))
     if credentials is None:
@@ -27,9 +26,8 @@ def open_channel(
 
 
 class Dialler:
-    """A factory of channels to one address. It replaces its channel when the certificates change.
-
-    gRPC reads a client's certificates only once per channel.
+    """A factory of gRPC channels to one address. When the client's TLS files change, the dialler replaces its channel,
+    because gRPC reads these files only once per channel.
     """
 
     def __init__(
@@ -41,10 +39,8 @@ class Dialler:
         name: str | None = None,
         uses_http_proxy: bool = False,
     ) -> None:
-        """Create a dialler without a channel.
-
-        Without `tls` the channel uses plaintext. `name` is the name in the server's certificate, if it differs from the
-        host.
+        """Prepare gRPC channels to an address, without creating a channel yet. Without `tls` the channels use
+        plaintext. `name` is the name in the server's certificate, if it differs from the host.
         """
         named = () if tls is None or name is None else (("grpc.ssl_target_name_override", name),)
         self._target = target(address)
@@ -56,12 +52,13 @@ class Dialler:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the TLS files have changed since the channel was created."""
+        """Whether the client's TLS files have changed since the current gRPC channel was created."""
         return self._tls is not None and self._tls.credentials is not self._credentials
 
     async def channel(self) -> grpc.aio.Channel:
-        """Return the current channel, or create a new one if the TLS files have changed. RPCs on the old channel then
-        end."""
+        """Return the current gRPC channel. If there is none, or the TLS files have changed, create a new channel. RPCs
+        on the old channel then end.
+        """
         if self._channel is None or self.is_outdated:
             await self.close()
             self._credentials = None if self._tls is None else self._tls.credentials

@@ -18,7 +18,9 @@ MAX_PROBES = 16  # connections to the port that answers only probes
 
 class Health:
     def __init__(self, server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-        """Add health and reflection to a server that has not started. All services become ready together."""
+        """Add the gRPC health and reflection services to a server that has not started. All services in `service_names`
+        become ready together.
+        """
         self._servicer = None
         self._probed: grpc.aio.Server | None = None
         self._ready_names = ("", *service_names)
@@ -39,8 +41,9 @@ class Health:
             reflection.enable_server_reflection([*service_names, reflection.SERVICE_NAME], server)
 
     def listen(self, host: str, port: int) -> None:
-        """Answer probes on a separate plaintext port, for probes without certificates. Port 0 disables it. Raises
-        OSError."""
+        """Answer health probes on a separate plaintext port, for clients without certificates. Port 0 disables this.
+        Raises OSError if the port cannot be bound.
+        """
         if port:
             self._probed = create_server(
                 # Close connections without RPCs and connections whose client is gone, so that they do not lock out
@@ -61,7 +64,9 @@ class Health:
             health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def begin(self) -> None:
-        """Report that the process runs and that no service is ready yet. Start the server for probes."""
+        """Report through the health service that the process runs and that no service is ready yet. Start the server on
+        the separate port for probes, if there is one.
+        """
         await self._set(LIVENESS, True)
         await self.set_readiness(False)
         if self._probed is not None:
@@ -82,9 +87,11 @@ class Health:
         announce: Callable[[], None],
         ready: Callable[[], None],
     ) -> None:
-        """Set the readiness to `is_serving()` whenever `changed` is set.
+        """Report through the health service whether the services are ready, each time that `changed` is set.
+        `is_serving` returns the readiness.
 
-        `announce` is called each time. `ready` is called once, when the service becomes ready for the first time.
+        `announce` is called each time. `ready` is called once, when the service becomes ready for the first time. The
+        loop runs until cancelled.
         """
         has_served = False
         while True:

@@ -17,7 +17,7 @@ _NO_NETWORK = ("unix:", "unix-abstract:", "vsock:")
 
 @dataclass(frozen=True, slots=True)
 class HttpProxy:
-    """A proxy for the connections to a host."""
+    """The HTTP proxy through which gRPC connects to a host, and the environment variable that names the proxy."""
 
     variable: str
     url: str  # without user name and password
@@ -25,12 +25,16 @@ class HttpProxy:
 
     @property
     def remark(self) -> str:
-        """A suffix for the error of a failed connection. It names the proxy, and the setting that avoids the proxy."""
+        """A suffix for the error message of a failed connection that names the HTTP proxy, and the setting that avoids
+        the proxy.
+        """
         return f", through {self.variable} {self.url}; set no_proxy={self.host} to connect without the proxy"
 
 
 def http_proxy_of(address: str) -> HttpProxy | None:
-    """Return the proxy for a server, given by its address or gRPC target, or None. Loopback addresses use no proxy."""
+    """Return the HTTP proxy that gRPC uses for connections to a server, or None. `address` is the server's address or
+    gRPC target. Loopback addresses use no proxy.
+    """
     variable = next((name for name in _VARIABLES if name in os.environ), None)
     if variable is None or address.startswith(_NO_NETWORK):
         return None
@@ -46,7 +50,9 @@ def http_proxy_of(address: str) -> HttpProxy | None:
 
 
 def _covers(entry: str, host: str) -> bool:
-    """Return whether an entry of no_proxy matches a host by its name, its domain or its network."""
+    """Return whether an entry of the environment variable no_proxy matches a host. An entry is a name, a domain or a
+    network.
+    """
     entry = entry.strip().lower()
     if entry == "*" or (entry and host.lower().endswith(entry)):
         return True

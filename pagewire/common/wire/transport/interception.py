@@ -20,20 +20,22 @@ Ending = Callable[[grpc.aio.ServicerContext], AbstractContextManager[None]]
 
 
 class Unreadable(Exception):
-    """A request that the RPC cannot accept.
+    """A gRPC request that could not be decoded, or that is too large.
 
-    The decoder returns it as a value, and it is raised where the handler reads the message. If the decoder raised it,
-    gRPC would end the RPC with UNKNOWN and log a traceback.
+    The decoder returns the exception as a value, and the exception is raised where the handler reads the message. If
+    the decoder raised it, gRPC would end the RPC with UNKNOWN and log a traceback.
     """
 
 
 async def admit(method: str, context: grpc.aio.ServicerContext) -> None:
-    """Do nothing before an RPC is handled."""
+    """Let an RPC pass to its handler. A service that checks nothing before an RPC uses this function as `enter`."""
 
 
 @contextmanager
 def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
-    """Handle an RPC inside the block, and convert Unreadable to the status INVALID_ARGUMENT."""
+    """Run the handler of an RPC in the body of a `with`. If the handler raises Unreadable, end the RPC with the status
+    INVALID_ARGUMENT.
+    """
     try:
         yield
     except Unreadable as error:
@@ -43,9 +45,11 @@ def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
 
 class Interception(grpc.aio.ServerInterceptor):
     def __init__(self, max_message_bytes: int, enter: Enter, ending: Ending) -> None:
-        """Create an interceptor. `enter` gets the method's name and the RPC's context before the handler runs.
+        """Create an interceptor that wraps every RPC of a gRPC server. `enter` gets the method's name and the RPC's
+        context before the handler runs.
 
-        Both run inside the context manager that `ending` returns, which converts errors to a status.
+        `enter` and the handler run inside the context manager that `ending` returns. This context manager converts
+        errors to a status.
         """
         self._max_message_bytes = max_message_bytes
         self._enter = enter
@@ -78,7 +82,9 @@ class Interception(grpc.aio.ServerInterceptor):
         return make(behavior, self._decoder(handler.request_deserializer), handler.response_serializer)
 
     def _decoder(self, deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        """Return a decoder that returns the message, or an `Unreadable` to raise when the handler reads the message."""
+        """Wrap the deserializer of a gRPC method. If the request cannot be decoded, the wrapper returns an `Unreadable`
+        instead of raising it. The error is raised later, when the handler reads the message.
+        """
 
         def decode(data: bytes) -> Any:
             if len(data) > self._max_message_bytes:
@@ -94,7 +100,7 @@ class Interception(grpc.aio.ServerInterceptor):
 
 
 def _readable(request: Any) -> Any:
-    """Return the request. Raises Unreadable if decoding failed."""
+    """Return a decoded gRPC request. Raises Unreadable if the request could not be decoded."""
     if isinstance(request, Unreadable):
         raise request
     return request
@@ -106,7 +112,9 @@ async def _readable_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _parts(handler: grpc.RpcMethodHandler) -> tuple[Callable[..., grpc.RpcMethodHandler], Callable[..., Any]]:
-    """Return the gRPC function that creates a handler of this kind, and the function that handles its RPCs."""
+    """Take a gRPC method handler apart. Return the gRPC function that creates handlers of this kind (unary or
+    streaming), and the function that handles the RPCs.
+    """
     if handler.request_streaming and handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler, handler.stream_stream
     if handler.request_streaming:

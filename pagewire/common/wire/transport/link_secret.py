@@ -12,28 +12,33 @@ _MIN_BYTES, _MAX_BYTES = 16, 4096
 
 
 class LinkSecret:
-    """A secret that is read from a file, and read again when the file changes. A new secret applies to later
-    sessions."""
+    """A secret shared by two services, with which the client of an RPC authenticates itself. The secret is read from a
+    file, and read again when the file changes. A new secret applies to later sessions.
+    """
 
     def __init__(self, path: str) -> None:
-        """Read the file. Raises ValueError with one line that names the flag."""
+        """Read the secret from the file at `path`. Raises ValueError, whose message is one line that names the flag, if
+        the file cannot be read or used.
+        """
         try:
             self.file = WatchedFiles([NamedFile(_FLAG, path)], partial(_secret, path))
         except OSError as error:
             raise ValueError(str(error)) from None
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """Return the metadata with which a caller presents the secret."""
+        """Return the gRPC metadata with which the client of an RPC presents the secret."""
         return ((_KEY, self.file.current),)
 
     def is_in(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Return whether an RPC's metadata contains the secret."""
+        """Return whether the gRPC metadata of an RPC contains the right secret."""
         shown = [value for key, value in metadata if key == _KEY]
         return len(shown) == 1 and isinstance(shown[0], bytes) and hmac.compare_digest(shown[0], self.file.current)
 
 
 def _secret(path: str, content: bytes) -> bytes:
-    """Return the secret in a file's content. Raises ValueError if its length is out of range."""
+    """Return the secret in the content of a secret file, without whitespace around it. Raises ValueError if the length
+    is out of range.
+    """
     secret = content.strip()
     if len(secret) < _MIN_BYTES or len(content) > _MAX_BYTES:
         size = f"more than {_MAX_BYTES}" if len(content) > _MAX_BYTES else str(len(secret))
@@ -42,5 +47,5 @@ def _secret(path: str, content: bytes) -> bytes:
 
 
 def has_secret(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-    """Return whether an RPC's metadata contains a secret, whether it is the right one or not."""
+    """Return whether the gRPC metadata of an RPC contains any secret, right or wrong."""
     return any(key == _KEY for key, _ in metadata)

@@ -48,10 +48,11 @@ def create_server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_connections: int | None = None,
 ) -> grpc.aio.Server:
-    """Create a gRPC server with limits on connections, RPCs and messages. Every port of a service uses it.
+    """Create a gRPC server with limits on connections, RPCs and message sizes. All gRPC ports of all services use this
+    function.
 
-    `enter` and `ending` are passed to `Interception`. Connections beyond `max_connections` are closed. The default is
-    the number of connections that leaves enough file descriptors for the service itself.
+    `enter` and `ending` are passed to `Interception`. Connections beyond `max_connections` are closed. The default
+    leaves enough file descriptors for the service itself.
     """
     connections = ("grpc.max_allowed_incoming_connections", max_connections or max_open_connections())
     size = ("grpc.max_receive_message_length", max_message_bytes + MARGIN_BYTES)
@@ -60,9 +61,10 @@ def create_server(
 
 
 def lower_grpc_pool_priority() -> None:
-    """Lower the priority of gRPC's pool threads, so that the process's own threads run first if cores are scarce.
+    """Lower the priority of the threads in gRPC's thread pool, so that the process's own threads run first if CPU cores
+    are scarce.
 
-    Call this once a server has started. The pool is busy only if RPCs arrive, or are reset, faster than the polling
+    Call this once a server has started. The pool is busy only if RPCs arrive, or are reset, faster than gRPC's polling
     thread can handle them. Threads that the pool starts later inherit the priority.
     """
     for thread in Path("/proc/self/task").glob("*"):
@@ -72,7 +74,9 @@ def lower_grpc_pool_priority() -> None:
 
 
 def max_open_connections() -> int:
-    """Return the number of connections that a port may have, leaving the service enough file descriptors."""
+    """Return the number of connections that a port may accept, so that enough file descriptors remain for the service
+    itself.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS
@@ -80,9 +84,9 @@ def max_open_connections() -> int:
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None, flag: str) -> int:
-    """Bind a port and return its number. Without `tls` the port uses plaintext.
-
-    `flag` names the option for the port. Raises OSError with a message of one line for users.
+    """Bind a gRPC server to a port, and return the port's number. Without `tls` the port uses plaintext. `flag` is the
+    command line flag for the port, for error messages. Raises OSError, whose message is one line for users, if the port
+    cannot be bound.
     """
     # gRPC's core logs the cause itself, and does not pass it to Python.
     check_port(host, port, flag)
@@ -101,8 +105,10 @@ def listen(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None, 
 def listen_on_socket(
     server: grpc.aio.Server, path: str, tls: TlsFiles | None, flag: str, *, marks_calls: bool = False
 ) -> str:
-    """Bind a Unix socket, which `flag` chooses, and return its address; it is plaintext without `tls`. With
-    `marks_calls` the `transport_security_type` of its calls is local. Raises OSError, one line for people."""
+    """Bind a gRPC server to a Unix socket, and return the socket's address. Without `tls` the socket uses plaintext.
+    `flag` is the command line flag for the path. With `marks_calls`, RPCs over the socket have the
+    `transport_security_type` "local". Raises OSError, whose message is one line for users.
+    """
     # gRPC would take the path from a server that listens there.
     trouble = _socket_trouble(path)
     if trouble:
@@ -116,23 +122,24 @@ def listen_on_socket(
 
 
 def _add(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    """Bind an address and return its port. If that fails, return 0 or raise RuntimeError."""
+    """Bind a gRPC server to an address, and return the port. If the bind fails, return 0 or raise RuntimeError."""
     if credentials is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, credentials)
 
 
 def passive_host(host: str) -> str:
-    """Return the host to listen on, without brackets.
-
-    The host :: means all IPv4 and IPv6 addresses. If this machine has no IPv6, return 0.0.0.0 for it.
+    """Return the host that a server listens on, without brackets. The host :: means all IPv4 and IPv6 addresses. For
+    this host, return 0.0.0.0 if the machine has no IPv6.
     """
     host = host.strip("[]")
     return "0.0.0.0" if host == "::" and not socket.has_dualstack_ipv6() else host
 
 
 def check_port(host: str, port: int, flag: str) -> None:
-    """Check that a server can listen on an address now. Raises OSError with a message of one line for users."""
+    """Check that a server can listen on a host and port now. If not, raise OSError, whose message is one line for
+    users.
+    """
     passive = passive_host(host)
     try:
         found = [
@@ -154,7 +161,9 @@ def check_port(host: str, port: int, flag: str) -> None:
 
 
 def refusal(error: OSError, host: str, port: int, flag: str) -> OSError:
-    """Return an error with a message for users from an error that bind has raised."""
+    """Convert an error of bind to an error whose message says why a server cannot listen, and which command line flag
+    to change.
+    """
     causes = {
         errno.EADDRINUSE: (f"port {port} is taken", flag),
         errno.EADDRNOTAVAIL: ("this machine has no such address", _host_flag(flag)),
@@ -170,7 +179,7 @@ def _host_flag(flag: str) -> str:
 
 
 def _try_address(family: int, kind: int, address: tuple[object, ...]) -> OSError | None:
-    """Try to bind an address. Return the error, or None if the address is free."""
+    """Try to bind a temporary socket to an address. Return the error, or None if the address is free."""
     try:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -183,8 +192,9 @@ def _try_address(family: int, kind: int, address: tuple[object, ...]) -> OSError
 
 
 def _socket_trouble(path: str) -> str:
-    """Return why no server can listen on a path now, or an empty text. A stale socket of a killed server is
-    no problem."""
+    """Return the reason why no server can listen on the path of a Unix socket now, or an empty text. The stale socket
+    of a killed server is no problem.
+    """
     directory = Path(path).parent
     if not directory.is_dir():
         return f"there is no directory {directory}"

@@ -14,7 +14,8 @@ def too_large(num_bytes: int, max_bytes: int) -> str:
 
 
 def of_cut_off(details: str) -> str | None:
-    """Return the error for a message that gRPC rejected as too large, or None if `details` is no such rejection by
-    gRPC."""
+    """Return a readable error message for a request that gRPC rejected as too large. `details` are the details of
+    gRPC's status. Return None if they are about another error.
+    """
     found = _CUT_OFF.search(details)
     return found and too_large(int(found[1]), int(found[2]) - MARGIN_BYTES)

@@ -24,8 +24,9 @@ _EXPORT_TIMEOUT = 1.0  # seconds; an unreachable collector must not delay the en
 
 
 class _Operations:
-    """A replacement for the failure metrics of OpenTelemetry 1.45, which keep failed spans alive in a
-    reference cycle."""
+    """A replacement for the failure metrics of the exporter in OpenTelemetry 1.45. The original metrics keep the spans
+    of a failed export alive in a reference cycle.
+    """
 
     @contextmanager
     def export_operation(self, num_spans: int) -> Iterator[SimpleNamespace]:
@@ -35,7 +36,9 @@ class _Operations:
 
 
 class _Exporter(OTLPSpanExporter):
-    """An exporter that logs once when a collector stops accepting spans, and once when it accepts them again."""
+    """An exporter of OpenTelemetry spans that logs once when the collector stops accepting spans, and once when it
+    accepts spans again.
+    """
 
     def __init__(self, endpoint: str, **options: Any) -> None:
         super().__init__(endpoint, **options)
@@ -56,10 +59,11 @@ class _Exporter(OTLPSpanExporter):
 
 
 def tracer_provider(endpoint: str, service_name: str, version: str) -> TracerProvider:
-    """Return a tracer provider that sends a service's spans to the collector at `endpoint`, http://HOST:PORT.
+    """Return an OpenTelemetry tracer provider that sends a service's spans to the collector at `endpoint`,
+    http://HOST:PORT.
 
-    Raises ValueError if OpenTelemetry cannot be set up with the environment's OTEL_ variables. OpenTelemetry raises a
-    different type of error for each variable.
+    Raises ValueError if OpenTelemetry cannot be set up with the OTEL_ variables of the environment. OpenTelemetry
+    itself raises a different type of error for each variable.
     """
     try:
         return _provider(endpoint, service_name, version)

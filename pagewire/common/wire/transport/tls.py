@@ -35,7 +35,7 @@ _PEM = re.compile(rb"^-----BEGIN ", re.MULTILINE)
 
 
 class Life(NamedTuple):
-    """The validity period of a certificate, in seconds of Unix time."""
+    """The validity period of a TLS certificate, in seconds of Unix time."""
 
     begin: float
     end: float
@@ -49,7 +49,9 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The validated PEM contents of one side's files, and the certificates' validity periods by flag."""
+    """The validated PEM contents of the TLS files of a client or a server. `lives` has the validity period of the
+    certificates in each file, by the command line flag for the file.
+    """
 
     ca: bytes | None
     cert: bytes | None
@@ -57,17 +59,20 @@ class Credentials:
     lives: Mapping[str, Life]
 
     def for_channel(self) -> grpc.ChannelCredentials:
-        """Return the credentials of a client. Without a CA, servers need a certificate from a CA that gRPC trusts by
-        default."""
+        """Return the gRPC credentials of a client with these TLS files. Without a CA file, gRPC's default CAs are
+        trusted.
+        """
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
     def for_server(self) -> grpc.ServerCertificateConfiguration:
-        """Return the certificate configuration of a server."""
+        """Return the certificate configuration of a gRPC server with these TLS files."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=self.ca)
 
 
 class TlsFiles:
-    """The TLS files of one side: its certificate, its private key, and the CA of the other side. Each is optional."""
+    """The TLS files of a client or a server: its own certificate, its private key, and the CA that signs the
+    certificates of the other side. Each file is optional. The files are read again when they change.
+    """
 
     def __init__(
         self,
@@ -77,9 +82,10 @@ class TlsFiles:
         key: NamedFile,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read the files. `clock` returns seconds of Unix time.
+        """Read the TLS files for the first time. `clock` returns seconds of Unix time.
 
-        Raises OSError for a file that cannot be read, and ValueError for contents that cannot be used.
+        Raises OSError for a file that cannot be read, and ValueError for contents that cannot be used, such as an
+        expired certificate.
         """
         self._ca, self._cert, self._key = ca, cert, key
         self._clock = clock
@@ -90,13 +96,12 @@ class TlsFiles:
 
     @property
     def credentials(self) -> Credentials:
-        """The credentials in use."""
+        """The TLS credentials in use: the last valid contents of the files."""
         return self.watched.current
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials of a gRPC server, which follow the files. New files apply from the next handshake on.
-
-        If a CA is given, clients must present a certificate.
+        """Return gRPC credentials for a server that follow the TLS files. New contents of the files apply from the next
+        handshake on. If a CA is given, clients must present a certificate.
         """
         given = self.credentials
 
@@ -110,7 +115,9 @@ class TlsFiles:
         )
 
     def server_context(self) -> ssl.SSLContext:
-        """Return the same credentials as an SSL context, for servers that use Python's ssl."""
+        """Return an SSL context for a server that uses Python's ssl module. The context follows the TLS files: new
+        contents apply from the next handshake on.
+        """
         given, current = self.credentials, self._context()
         context = current
 
@@ -129,7 +136,9 @@ class TlsFiles:
         return context
 
     def _context(self) -> ssl.SSLContext:
-        """Return an SSL context with the files' current contents. Raises OSError."""
+        """Return an SSL context for a server with the current contents of the TLS files. Raises OSError if a file
+        cannot be loaded.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         assert self._cert.path is not None, "a server has a certificate"
         context.load_cert_chain(self._cert.path, self._key.path)
@@ -139,8 +148,9 @@ class TlsFiles:
         return context
 
     async def watch(self) -> NoReturn:
-        """Keep the credentials up to date until cancelled, and log changes, problems and certificates that
-        expire soon."""
+        """Reload the TLS files when they change, until cancelled. Changes, problems and certificates that expire soon
+        are logged.
+        """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.watched.watch())
             while True:
@@ -148,7 +158,9 @@ class TlsFiles:
                 await asyncio.sleep(_WATCH_INTERVAL)
 
     def warn_of_expiry(self) -> None:
-        """Warn of certificates that expire soon, each once a day, and once of each certificate that has expired."""
+        """Log a warning for each TLS certificate that expires soon, once a day. A certificate that has expired is
+        reported once.
+        """
         now = self._clock()
         for flag, life in self.credentials.lives.items():
             days = max(-1, int((life.end - now) // _DAY))
@@ -160,13 +172,17 @@ class TlsFiles:
                 logger.warning("the certificate of %s %s on %s; renew it", flag, verb, _date(life.end))
 
     def _parse(self, *contents: bytes | None) -> Credentials:
-        """Return credentials from the files' contents. Raises ValueError if they cannot be used now."""
+        """Validate the contents of the TLS files, and return the credentials. Raises ValueError if the contents cannot
+        be used now.
+        """
         # gRPC ignores PEM that begins in the middle of a line.
         ca, cert, key = (content if content is None or _PEM.search(content) else b"" for content in contents)
         return Credentials(ca, cert, key, dict(self._lives(ca, cert, key)))
 
     def _lives(self, ca: bytes | None, cert: bytes | None, key: bytes | None) -> Iterator[tuple[str, Life]]:
-        """Yield the validity period of each file's certificates. Raises ValueError for unusable contents."""
+        """Yield the command line flag of each TLS file with certificates, and the validity period of these
+        certificates. Raises ValueError for unusable contents.
+        """
         now = self._clock()
         if cert is not None and key is not None:
             chain = _certificates(self._cert, cert)
@@ -181,7 +197,9 @@ class TlsFiles:
 
 
 def server_files(cert: str | None, key: str | None, client_ca: str | None) -> TlsFiles | None:
-    """Read a server's TLS files. Return None if no certificate is given. Raises OSError and ValueError."""
+    """Read the TLS files of a server. Return None if no certificate is given. Raises OSError if a file cannot be read,
+    and ValueError if its content cannot be used.
+    """
     if cert is None:
         return None
     return TlsFiles(
@@ -190,9 +208,9 @@ def server_files(cert: str | None, key: str | None, client_ca: str | None) -> Tl
 
 
 def link_files(name: str, ca: str | None, cert: str | None, key: str | None) -> TlsFiles | None:
-    """Read the TLS files for a link to the service that flags call `name`. Return None if no CA is given.
-
-    Raises OSError and ValueError.
+    """Read the TLS files for connections to another of our services. `name` is the name of this service in the command
+    line flags. Return None if no CA is given. Raises OSError if a file cannot be read, and ValueError if its content
+    cannot be used.
     """
     if ca is None:
         return None
@@ -207,7 +225,9 @@ def _ends(credentials: Credentials) -> str:
 
 
 def _certificates(file: NamedFile, pem: bytes) -> "list[x509.Certificate]":
-    """Return the certificates in a file, at least one. Raises ValueError."""
+    """Return the certificates in the content of a PEM file. There is at least one. Raises ValueError if the content has
+    no valid certificate.
+    """
     from cryptography import x509
     from cryptography.utils import CryptographyDeprecationWarning
 
@@ -220,7 +240,9 @@ def _certificates(file: NamedFile, pem: bytes) -> "list[x509.Certificate]":
 
 
 def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certificate", key_pem: bytes) -> None:
-    """Raise ValueError if the key does not match the certificate, or if gRPC does not support this kind of key."""
+    """Check that a private key belongs to a certificate. Raises ValueError if the key does not match the certificate,
+    or if gRPC does not support this kind of key.
+    """
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec, rsa
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
@@ -249,7 +271,7 @@ def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certifica
 
 
 def _usable(file: NamedFile, lives: list[Life], now: float) -> list[Life]:
-    """Return the periods that contain the time `now`. Raises ValueError if no period does."""
+    """Return the validity periods of certificates that contain the time `now`. Raises ValueError if no period does."""
     usable = [life for life in lives if life.begin <= now < life.end]
     if not usable:
         last = max(lives, key=lambda life: life.end)

@@ -28,12 +28,12 @@ def decoder(
     converted: Mapping[str, Convert] | None = None,
     apart: Collection[str] = (),
 ) -> Callable[..., Data]:
-    """Return a function that builds an instance of the dataclass from a message. Fields in `apart` are keyword
-    arguments.
+    """Return a function that converts a protobuf message to an instance of a dataclass. Fields in `apart` are keyword
+    arguments of the function.
 
     A field that is not set in the message gets the dataclass's default, or None. The values of an enum's members are
-    the numbers in the message; an unknown number is a ValueError. `converted` has functions for fields whose type does
-    not determine the translation.
+    the numbers in the message. The function raises ValueError for an unknown number. `converted` has functions for
+    fields whose type does not determine the translation.
     """
     always: list[tuple[str, Convert]] = []
     absent: dict[str, Any] = {}
@@ -62,9 +62,10 @@ def decoder(
 def encoder(
     data_type: type[Any], message_type: type[SomeMessage], apart: Collection[str] = ()
 ) -> Callable[[Any], SomeMessage]:
-    """Return a function that builds a message from an instance of the dataclass.
+    """Return a function that converts an instance of a dataclass to a protobuf message.
 
-    A field stays unset if it is None, if it is a dataclass equal to the field's default, or if it is in `apart`.
+    A field of the message stays unset if its value is None, if its value is a dataclass equal to the field's default,
+    or if the field is in `apart`.
     """
     columns = list(_columns(data_type, message_type, encoder, apart=apart))
     names, empty = [field.name for field, _, _ in columns], ()
@@ -81,16 +82,17 @@ def encoder(
 
 
 def enum_names(descriptor: EnumDescriptor) -> dict[int, str]:
-    """Return the names of an enum's values by number, in lower case and without their common prefix.
-
-    The unspecified value is left out.
+    """Return the names of a protobuf enum's values by number, in lower case and without their common prefix. The
+    unspecified value is left out.
     """
     prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
     return {value.number: value.name.removeprefix(prefix).lower() for value in descriptor.values if value.number}
 
 
 def unknown_field(message: Message) -> str | None:
-    """Return a description of a field that this version does not know, or None. Nested messages are searched too."""
+    """Return a description of a field in a protobuf message that this version does not know, or None. Nested messages
+    are searched too.
+    """
     if len(unknown := UnknownFieldSet(message)):
         name, number = message.DESCRIPTOR.full_name, unknown[0].field_number
         return f"{name} has a field that this version does not know, number {number}"
@@ -109,11 +111,12 @@ def _columns(
     converted: Mapping[str, Convert] | None = None,
     apart: Collection[str] = (),
 ) -> Iterator[tuple[FieldDescriptor, Convert | None, Any]]:
-    """Yield the fields that both sides have, each with its conversion and its value for an unset field.
+    """Yield the fields that a dataclass and a protobuf message share. Each entry has the field, its conversion
+    function, and the value for an unset field.
 
     The conversion is None if values are used unchanged. The value is MISSING if the message cannot show that the field
-    is unset. `nested` is `decoder` or `encoder`. Raises TypeError if the fields that only one side has differ from
-    `apart`.
+    is unset. `nested` is `decoder` or `encoder`. Raises TypeError if the fields that only one of the two has differ
+    from `apart`.
     """
     ours = {field.name: field for field in fields(data_type)}
     theirs = {field.name: field for field in message_type.DESCRIPTOR.fields}

@@ -45,7 +45,9 @@ _READINGS = (
 
 @dataclass(frozen=True, slots=True)
 class RightPort:
-    """The expected port, described by one clause for each way to correct the address."""
+    """Texts for error messages about a connection to a wrong port. Each text describes one way to correct the address
+    or the TLS options.
+    """
 
     give: str  # how to give the right port
     strangers: str  # other ports that also speak gRPC but have other methods
@@ -56,7 +58,9 @@ class RightPort:
 
     @staticmethod
     def of_link(service: str, give: str, strangers: str) -> "RightPort":
-        """Return the clauses for a link to another service, whose TLS options start with the service's name."""
+        """Return the texts for a connection to another of our services. `service` is the first word in the names of the
+        TLS options for this connection.
+        """
         return RightPort(
             give,
             strangers,
@@ -68,6 +72,8 @@ class RightPort:
         )
 
     def reading(self, where: str, message: str) -> str | None:
-        """Return a diagnosis of the port that caused gRPC's message, or None if the port may be the right one."""
+        """Return a diagnosis of the port that caused an error message of gRPC. Return None if the port may be the right
+        one.
+        """
         found = next((text for sign, text in _READINGS if re.search(sign, message)), None)
         return found and f"{found.format(where=where, port=self)} ({message})"
