@@ -11,7 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit on an option's value: `text` completes the sentence "VALUE must be ...", and `holds` tests a value."""
+    """A limit on the value of a command line option. `text` completes the sentence "VALUE must be ...", and `holds`
+    returns whether a value is within the limit.
+    """
 
     text: str
     holds: Callable[[Any], bool]
@@ -42,18 +44,16 @@ ORIGINS = Limit("* or SCHEME://HOST:PORT, several separated by commas", lambda v
 def option(
     default: Any, help: str, *limits: Limit, choices: tuple[str, ...] | None = None, needs: tuple[str, ...] = ()
 ) -> Any:
-    """Return the dataclass field of an option.
-
-    A value that is not None must satisfy every limit. `needs` names the options without which this option has no
-    effect.
+    """Return the dataclass field of a command line option. A value that is not None must satisfy every limit. `needs`
+    names the options without which this option has no effect.
     """
     return field(default=default, metadata={"help": help, "limits": limits, "choices": choices, "needs": needs})
 
 
 def check_options(config: Any, must_be: str = ", but must be") -> None:
-    """Check every option of `config` against its limits and its needed options.
+    """Check every command line option of `config` against its limits, and check that the options it needs are set.
 
-    Raises ValueError that names the flag at fault. `must_be` is the text between the value and its limit in the
+    Raises ValueError that names the flag at fault. `must_be` is the text between the value and its limit in the error
     message.
     """
     given = [
@@ -74,5 +74,5 @@ def check_options(config: Any, must_be: str = ", but must be") -> None:
 
 
 def flag(name: str) -> str:
-    """Return the command line flag of an option."""
+    """Return the command line flag of an option, such as --max-model-len for max_model_len."""
     return "--" + name.replace("_", "-")

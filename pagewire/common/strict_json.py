@@ -24,19 +24,17 @@ _TOO_DEEP = f"its lists and objects are nested more than {MAX_DEPTH} levels deep
 
 
 class StrictEncoder(json.JSONEncoder):
-    """A JSON encoder that writes a substitute for infinite numbers and NaN."""
+    """A JSON encoder that writes a substitute for infinite numbers and NaN, because JSON has no such numbers."""
 
     def __init__(self, substitute: Callable[[float], Any] = lambda number: None, **options: Any) -> None:
-        """Create an encoder.
-
-        `substitute` returns the substitute for an infinite number or NaN, by default null. `options` are those that
-        `json.JSONEncoder` accepts.
+        """Create a JSON encoder. `substitute` returns the value to write for an infinite number or NaN, by default
+        null. `options` are the options of `json.JSONEncoder`.
         """
         super().__init__(allow_nan=False, **options)
         self._stand_in = substitute
 
     def encode(self, o: Any) -> str:
-        """Return the JSON of a value."""
+        """Return the JSON of a value, with a substitute for each infinite number or NaN."""
         try:
             return super().encode(o)
         except ValueError:  # such numbers are rare, and looking for them is slow
@@ -54,7 +52,8 @@ to_json = StrictEncoder().encode
 
 
 def count_values(text: bytes) -> int:
-    """Return the number of values in a JSON text, weighted with an upper bound of their parsing cost.
+    """Estimate the cost of parsing a JSON text before it is parsed. Return the number of values in the text, weighted
+    with an upper bound of their cost.
 
     The weights are: 1 for a number, 4 for a text or key, 6 for a list or object. A number with a fraction has the
     weight 15, and with an exponent 500. Each run of 20 digits adds 30. Counting takes some milliseconds for 4 MiB, and
@@ -78,10 +77,10 @@ def count_values(text: bytes) -> int:
 
 
 def from_json(text: str) -> Any:
-    """Parse JSON from a stranger. Unpaired surrogates become U+FFFD.
+    """Parse JSON from an untrusted source, within limits on work and nesting. Unpaired surrogates become U+FFFD.
 
-    Raises ValueError for invalid JSON, for more than MAX_VALUES weighted values, and for lists and objects nested
-    deeper than MAX_DEPTH.
+    Raises ValueError for invalid JSON, for more than MAX_VALUES weighted values (see `count_values`), and for lists and
+    objects nested deeper than MAX_DEPTH.
     """
     if (number := count_values(text.encode(errors="surrogatepass"))) > MAX_VALUES:
         raise ValueError(f"it has at least {number} values, but at most {MAX_VALUES} are allowed")

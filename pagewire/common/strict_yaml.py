@@ -7,7 +7,9 @@ import yaml
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text. Raises ValueError with a message of one line."""
+    """Parse a YAML text and return its value. Duplicate keys are errors. Raises ValueError with a message of one line
+    for any invalid text.
+    """
     try:
         return _UniqueKeyLoader(text).get_single_data()
     except RecursionError:
@@ -18,7 +20,9 @@ def parse_yaml(text: str) -> Any:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A loader that refuses duplicate keys in a mapping. PyYAML's own loaders silently use the last one."""
+    """A PyYAML loader that refuses duplicate keys in a mapping. PyYAML's own loaders silently use the last value of
+    such a key.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()

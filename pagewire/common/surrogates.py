@@ -17,7 +17,9 @@ _REPLACEMENT = r"\ufffd"
 
 
 def without_halves(text: str) -> str:
-    """Return a text in which surrogate pairs are joined to one character, and unpaired surrogates are U+FFFD."""
+    """Return a text that can be encoded in UTF-8. Surrogate pairs are joined to one character, and unpaired surrogates
+    become U+FFFD.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -26,18 +28,22 @@ def without_halves(text: str) -> str:
 
 
 def without_half_escapes(text: str) -> str:
-    """Return a JSON text with \\ufffd in place of each escape of an unpaired surrogate."""
+    """Return a JSON text in which the escape of each unpaired surrogate, such as \\ud83d, is replaced by \\ufffd."""
     return HalfEscapes().feed(text, is_last=True)
 
 
 class HalfEscapes:
-    r"""A filter for JSON in pieces that writes \ufffd in place of each escape of an unpaired surrogate."""
+    r"""A filter for a JSON text that arrives in pieces. The filter replaces the escape of each unpaired surrogate, such
+    as \ud83d, by \ufffd. The two escapes of a pair may arrive in different pieces.
+    """
 
     def __init__(self) -> None:
         self._held = ""  # an incomplete escape, or a high surrogate that may be followed by a low one
 
     def feed(self, text: str, *, is_last: bool = False) -> str:
-        """Filter the next piece and return the text that is final now. No text may follow a call with `is_last`."""
+        """Filter the next piece of a JSON text, and return the text that is final now. `is_last` marks the last piece;
+        no text may follow it.
+        """
         text, pieces, at = self._held + text, [], 0
         while True:
             whole = _WHOLE.match(text, at)

@@ -31,48 +31,59 @@ _FLUSH_TIMEOUT_S = 2.0  # the time for the parent to read an announcement
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of this project with this Python. `-P` keeps the working directory off
-    `sys.path`."""
+    """Return the command line that runs a module of this project with the same Python interpreter. The option `-P`
+    keeps the working directory off `sys.path`.
+    """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def announce_ready(url: str) -> None:
-    """Announce on standard output that the service at `url` accepts requests."""
+    """Write a line to standard output that tells the parent process that the service at `url` accepts requests."""
     _announce(f"{READY_PREFIX}{url}")
 
 
 def announce_refusal(reason: str) -> None:
-    """Announce to the parent on standard output why this process, which now exits, can never start."""
+    """Write a line to standard output that tells the parent process why this process can never start. The process exits
+    afterwards.
+    """
     _announce(f"{REFUSAL_PREFIX}{reason}", _FLUSH_TIMEOUT_S)
 
 
 def announce_memory(demand: str) -> None:
-    """Announce to the parent how much memory this process is about to allocate, and how much is available."""
+    """If this process is a child, write a line to standard output that tells the parent how much memory the process is
+    about to allocate, and how much is available.
+    """
     if is_child():
         _announce(f"{MEMORY_PREFIX}{demand}", _FLUSH_TIMEOUT_S)
 
 
 def _announce(line: str, timeout_s: float = 0.0) -> None:
-    """Write a line to standard output, and wait up to `timeout_s` seconds for it to be written."""
+    """Write a line for the parent process to standard output. Wait up to `timeout_s` seconds until the
+    line is written.
+    """
     _output().put(f"{os.environ.get(ANNOUNCING_WORD, '')}{line}\n".encode(errors="backslashreplace"))
     _output().flush(timeout_s)
 
 
 @cache
 def _output() -> QueuedWriter:
-    """The writer of standard output, which does not block this process if no reader reads it."""
+    """Return the writer of standard output, which does not block this process if no reader reads the output. There is
+    one writer per process.
+    """
     writer = QueuedWriter(stream_writer(lambda: sys.stdout), lambda num_dropped: b"")
     atexit.register(writer.flush, _FLUSH_TIMEOUT_S)
     return writer
 
 
 def is_child() -> bool:
-    """Return whether another process started this one as its child."""
+    """Return whether another process of this project started this process as its child."""
     return bool(os.environ.get(EXIT_WITH_PARENT))
 
 
 def exit_with_parent() -> None:
-    """If this process is a child, let the kernel kill it when its parent ends for any reason. Linux only."""
+    """If this process is a child, tell the kernel to kill the process when its parent process ends for any reason. This
+    works on Linux only; elsewhere a warning is logged. Raises OSError if the system call fails.
+    """
     if not is_child():
         return
     if sys.platform != "linux":

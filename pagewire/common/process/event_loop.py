@@ -9,10 +9,9 @@ MAX_EVENTS = 64  # the most events that are handled before timers and callbacks 
 
 
 class _FewEvents(selectors.EpollSelector):
-    """An epoll selector that returns at most `MAX_EVENTS` events at once.
+    """An epoll selector for asyncio that returns at most `MAX_EVENTS` events at once.
 
-    The remaining events come first in the next call, because the kernel moves returned events to the end of its
-    list.
+    The remaining events come first in the next call, because the kernel moves returned events to the end of its list.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class _FewEvents(selectors.EpollSelector):
 
 
 def few_events_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop that handles few events between two checks of its timers and thread callbacks.
+    """Return an asyncio event loop that handles few I/O events between two checks of its timers and thread callbacks.
 
     Otherwise a client that closes thousands of connections at once could block the loop for a tenth of a second.
     """

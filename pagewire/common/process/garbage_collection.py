@@ -26,7 +26,7 @@ MAX_HIDDEN_GARBAGE = 1_000_000
 
 
 class _Hidden:
-    """The objects that are hidden from collections."""
+    """The Python objects that are hidden from garbage collections with `gc.freeze`, so that collections stay short."""
 
     def __init__(self) -> None:
         # The number of allocated memory blocks at the last collection of all objects, without those reported as
@@ -37,12 +37,13 @@ class _Hidden:
         self.count_remembered: Callable[[], int] = lambda: 0
 
     def watch(self, phase: str, info: dict[str, Any]) -> None:
-        """Hide objects from collections that would take too long. This is a callback of the garbage collector.
+        """Hide objects from garbage collections that would take too long. Python's garbage collector calls this method
+        at the start and end of each collection.
 
         At the start of a collection, hide its objects if there are too many to visit. At the end of a full collection,
         hide the survivors if there are too many to visit again.
 
-        Python counts allocations minus deallocations. If old objects are freed as fast as new ones are made, no
+        Python counts allocations minus deallocations. If old objects are freed as fast as new objects are made, no
         collection starts, and even the youngest generation grows without bound.
         """
         if phase == "start" and not self._is_in_sight:
@@ -53,9 +54,11 @@ class _Hidden:
                 self._count()
 
     def collect(self) -> None:
-        """Collect hidden garbage, and hide the remaining objects again.
+        """Collect the garbage among the objects that are hidden from garbage collections, and hide the remaining
+        objects again.
 
-        The duration is proportional to all objects of the process, so only an idle process should call this function.
+        The duration is proportional to the number of all objects in the process, so only an idle process should call
+        this method.
         """
         gc.unfreeze()
         self._is_in_sight = True
@@ -85,18 +88,20 @@ collect_hidden = _hidden.collect
 
 
 def discount(count_remembered: Callable[[], int]) -> None:
-    """Exclude memory that the service keeps on purpose from the count of possible garbage.
+    """Exclude memory that the service keeps on purpose, such as caches, from the count of possible garbage. The growth
+    of such data, which may be most of the memory, then causes no collection of all objects.
 
-    `count_remembered` returns the approximate number of memory blocks. It is called in whichever thread collects. The
-    growth of remembered data, which may be most of the memory, then causes no collection of all objects.
+    `count_remembered` returns the approximate number of memory blocks to exclude. The function is called on the thread
+    in which a garbage collection runs.
     """
     _hidden.count_remembered = count_remembered
 
 
 def keep_short() -> None:
-    """Start to keep collections short. Call this once per process, after all imports.
+    """Start to keep Python's garbage collections short, by hiding objects that live long. Call this once per process,
+    after all imports.
 
-    The imported objects stay alive. They are hidden without a first collection, which would take a tenth of a
+    The imported objects stay alive, so they are hidden without a first collection, which would take a tenth of a
     second.
     """
     gc.freeze()

@@ -18,7 +18,8 @@ LEAST_ADDRESS_SPACE = 640 << 20
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit on file descriptors, because each connection uses one.
+    """Raise the process's soft limit on open file descriptors, because each connection uses one. If the operating
+    system denies this, keep the current limit.
 
     The usual soft limit of 1,024 exists for programs that call select.
     """
@@ -30,10 +31,11 @@ def raise_descriptor_limit() -> None:
 
 
 def obstacle(*, loads_libraries: bool = False) -> str:
-    """Return one line that describes an obstacle for this process, or an empty text.
+    """Check that the operating system lets this process start the threads that it needs. Return one line that describes
+    the obstacle, or an empty text.
 
-    The obstacle prevents it from starting the threads that it needs. With `loads_libraries`, a missing working
-    directory is an obstacle too, because torch could not find its libraries by their paths.
+    With `loads_libraries`, a missing working directory is an obstacle too, because torch could not find its libraries
+    by their paths.
     """
     if loads_libraries:
         try:
@@ -61,8 +63,9 @@ def obstacle(*, loads_libraries: bool = False) -> str:
 
 
 def describe_address_space() -> str:
-    """Return a suffix for an error message that names the limit on the address space, or an empty text
-    without a limit."""
+    """Return a suffix for an error message that names the process's limit on its address space. Return an empty text if
+    there is no limit.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return ""

@@ -11,18 +11,20 @@ _DIGITS = re.compile(r"\d+")
 
 
 class Repetition:
-    """The texts that were logged recently."""
+    """A rate limit for log lines about repeated attempts, which records the texts that were logged in the
+    last minute.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create an empty record. `clock` returns the time in seconds."""
+        """Create a rate limit for log lines without any recorded texts. `clock` returns the time in seconds."""
         self._clock = clock
         self._told: dict[str, float] = {}  # the time of each text, keyed by the text without its digits
 
     def should_log(self, text: str) -> bool:
-        """Return whether to log a text now, and record it as logged if so.
+        """Return whether a text should be logged now. If so, record the text as logged.
 
-        The result is false if an equal text was logged recently (digits do not count), or if too many different texts
-        were.
+        The result is False if an equal text was logged in the last minute, or if too many different texts were. Texts
+        that differ only in digits are equal.
         """
         kind, now = _DIGITS.sub("", text), self._clock()
         self._told = {told: at for told, at in self._told.items() if now - at < _REPEAT_AFTER}
@@ -32,10 +34,10 @@ class Repetition:
         return True
 
     def tell(self, logger: logging.Logger, level: int, text: str) -> None:
-        """Log a text unless it was logged recently."""
+        """Log a text, unless an equal text was logged in the last minute."""
         if self.should_log(text):
             logger.log(level, "%s", text)
 
     def forget(self) -> None:
-        """Forget all recorded texts, so that they are logged again."""
+        """Forget the log texts that were recorded, so that each of them is logged again when it next occurs."""
         self._told.clear()

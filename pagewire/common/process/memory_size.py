@@ -5,7 +5,7 @@ _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 <
 
 
 def parse_memory(flag: str, text: str, least: int = 1) -> int:
-    """Return the number of bytes in a text such as "4GiB", "512MiB" or "1000000".
+    """Parse a size of memory such as "4GiB", "512MiB" or "1000000", and return the number of bytes.
 
     Raises ValueError that names `flag` if the text is no size or the size is below `least` bytes.
     """
@@ -25,6 +25,8 @@ def parse_memory(flag: str, text: str, least: int = 1) -> int:
 
 
 def describe_memory(num_bytes: float) -> str:
-    """Return a size in the largest unit that is not larger than the size. A negative size is written as 0 bytes."""
+    """Return a text such as "1.50 GiB" for a number of bytes. The unit is the largest that is not larger than the size.
+    A negative size is written as 0 bytes.
+    """
     name, size = next(unit for unit in reversed(_UNITS.items()) if num_bytes >= unit[1] or unit[1] == 1)
     return f"{num_bytes / size:.2f} {name}" if size > 1 else f"{max(0, int(num_bytes))} bytes"

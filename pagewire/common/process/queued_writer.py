@@ -17,7 +17,9 @@ Write = Callable[[bytes], None]
 
 
 class LostError(Exception):
-    """The rest of a block cannot be written. The message gives the reason."""
+    """The rest of a block of lines cannot be written to its file, pipe or terminal. The error message gives the reason.
+    `rest` has the bytes that were not written.
+    """
 
     def __init__(self, rest: bytes, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -25,10 +27,11 @@ class LostError(Exception):
 
 
 class QueuedWriter:
-    """A queue of lines with a limit in bytes, and the thread that writes them.
+    """A queue of lines to write, with a limit in bytes, and the thread that writes the lines. No caller waits for a
+    slow file, pipe or terminal.
 
-    Lines that arrive while the queue is full are dropped and counted. A notice with their number is written in their
-    place.
+    Lines that arrive while the queue is full are dropped and counted. A notice with the number of dropped lines is
+    written in their place.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class QueuedWriter:
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         ends_at_loss: bool = False,
     ) -> None:
-        """Start the thread.
+        """Create an empty queue of lines, and start the thread that writes them with `write`.
 
         `dropped_notice` returns the line that reports a number of dropped lines. `ends_at_loss` is for lines that are
         useless without the preceding lines: after the first loss, all further lines are dropped.
@@ -72,9 +75,10 @@ class QueuedWriter:
             self._changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until everything is written. Return whether everything is written.
+        """Wait up to `timeout` seconds until all queued lines are written. Return whether all lines are written.
 
-        Lines that arrived after the end of a closed writer are never written; then return false at once.
+        Lines that arrived after the thread of a closed writer has ended are never written. In this case return False at
+        once.
         """
         with self._changed:
             is_late = self._has_ended and bool(self._lines)
@@ -83,7 +87,7 @@ class QueuedWriter:
             )
 
     def close(self) -> None:
-        """Let the thread end after it has written the queued lines. Do not wait for it."""
+        """Let the writing thread end after it has written the queued lines. Do not wait for the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -96,10 +100,8 @@ class QueuedWriter:
                 self._lose(error)
 
     def _lose(self, error: LostError) -> None:
-        """Count the lines that could not be written.
-
-        The loss may begin within a line. With `ends_at_loss` nothing more is written, since later lines would be
-        useless.
+        """Count the lines that a failed write has lost. The loss may begin within a line. With `ends_at_loss`, all
+        queued lines are dropped too, and nothing more is written.
         """
         with self._changed:
             self.failure = str(error)
@@ -110,7 +112,9 @@ class QueuedWriter:
                 self._changed.notify_all()
 
     def _take(self) -> bytes | None:
-        """Wait for lines and return all queued lines in order, or None once no more lines will come."""
+        """Wait until lines are queued, and take all of them from the queue. Return the lines in order, or None once no
+        more lines will come.
+        """
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()
@@ -126,12 +130,16 @@ class QueuedWriter:
 
 
 def descriptor_writer(descriptor: int) -> Write:
-    """Return a function that writes to a file descriptor. The descriptor belongs to the caller."""
+    """Return a function that writes a block of bytes to a file descriptor. The caller remains responsible for closing
+    the descriptor.
+    """
     return partial(_write, descriptor)
 
 
 def stream_writer(find_stream: Callable[[], IO[str] | None]) -> Write:
-    """Return a function that writes to a standard stream, or to its current replacement."""
+    """Return a function that writes a block of bytes to a text stream such as standard output. `find_stream` is called
+    for each block, so a replacement of the stream is noticed.
+    """
 
     def write(block: bytes) -> None:
         stream = find_stream()

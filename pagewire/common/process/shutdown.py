@@ -12,8 +12,9 @@ _MASK_WAIT_SHARE = 0.2  # seconds of draining before a log line reports it
 
 
 def stop_at_signals(again: Callable[[int], None]) -> asyncio.Event:
-    """Return an event that is set by the first SIGTERM or SIGINT. `again` is called with the number of every later
-    signal."""
+    """Register handlers for SIGTERM and SIGINT, and return an event that the first signal sets. `again` is called with
+    the number of every later signal.
+    """
     stop = asyncio.Event()
 
     def on_signal(number: int) -> None:
@@ -27,14 +28,17 @@ def stop_at_signals(again: Callable[[int], None]) -> asyncio.Event:
 
 
 def stops() -> tuple[asyncio.Event, asyncio.Event]:
-    """Return the events of the first and the second signal. At the first a service drains, and at the second it ends at
-    once."""
+    """Register handlers for SIGTERM and SIGINT. Return an event that the first signal sets, and an event that the
+    second signal sets. At the first signal a service lets running requests finish. At the second signal the service
+    ends at once.
+    """
     stop_now = asyncio.Event()
     return stop_at_signals(lambda number: stop_now.set()), stop_now
 
 
 async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, limit: float) -> None:
-    """Wait for `drained`, the end of the running requests.
+    """Wait until the running requests of a service have ended. `drained` is a coroutine that returns when no request is
+    running.
 
     The wait ends after `limit` seconds, or as soon as `stop_now` is set. `drained` is then cancelled.
     """
@@ -48,7 +52,8 @@ async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, lim
 
 
 async def run_to_completion(serving: Coroutine[Any, Any, int]) -> int:
-    """Run a service to its end, and wait for the tasks of its RPCs, which end shortly after the server.
+    """Run a service to its end, and return its exit code. Then wait for the tasks of gRPC's RPCs, which end shortly
+    after the server.
 
     If a task ended together with the event loop, gRPC would treat its RPC as failed and log a traceback.
     """
@@ -60,7 +65,7 @@ async def run_to_completion(serving: Coroutine[Any, Any, int]) -> int:
 
 
 async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel the tasks and wait until they have ended. Their results and exceptions are ignored."""
+    """Cancel asyncio tasks, and wait until they have ended. The results and exceptions of the tasks are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -20,17 +20,20 @@ _MAX_BYTES = 16 << 20  # of a file
 
 
 class NamedFile(NamedTuple):
-    """The flag that names a file, and the file's path, or None if the flag is not given."""
+    """A file that the user names with a command line flag: the flag, and the file's path. The path is None if the flag
+    is not given.
+    """
 
     flag: str
     path: str | None
 
 
 class WatchedFiles(Generic[T]):
-    """A value that is parsed from files and replaced when the files have new content that can be parsed.
+    """A value that is parsed from files, such as a certificate. The value is replaced when the files have new content
+    that can be parsed.
 
     A thread reads the files, since they may be on a disk that hangs. Neither requests nor the exit of the process wait
-    for it.
+    for the thread.
     """
 
     def __init__(
@@ -44,11 +47,12 @@ class WatchedFiles(Generic[T]):
         on_change: Callable[[T, T], None] = lambda before, current: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the files for the first time. Raises OSError for a file that cannot be read, and any error of `parse`.
+        """Read and parse the files for the first time. Raises OSError for a file that cannot be read, and any error of
+        `parse`.
 
-        `parse` gets the content of each file (None if its flag is not given) and raises ValueError if it cannot use
-        them. `interval` is the time between two checks in seconds. For `settling` seconds, unusable files are not
-        reported. If `settling` is 0, unusable content is reported at once, and not parsed again until it changes.
+        `parse` gets the content of each file (None if its flag is not given), and raises ValueError if it cannot use
+        the contents. `interval` is the time between two checks in seconds. For `settling` seconds, unusable files are
+        not reported. If `settling` is 0, unusable content is reported at once, and not parsed again until it changes.
         `describe` returns the end of log lines. `on_change` is called on the event loop with the previous and the new
         value.
         """
@@ -66,7 +70,9 @@ class WatchedFiles(Generic[T]):
         self._told: str | None = None
 
     async def watch(self) -> NoReturn:
-        """Keep the value up to date until cancelled, and log changes and problems."""
+        """Check the files regularly until cancelled, and replace the value when they change. Changes and problems are
+        logged.
+        """
         loop, stop = asyncio.get_running_loop(), threading.Event()
         failure: asyncio.Future[Exception] = loop.create_future()
 
@@ -93,8 +99,9 @@ class WatchedFiles(Generic[T]):
             stop.set()
 
     def look(self, take: Callable[[T], object]) -> None:
-        """Check the files, and call `take` with the new value if they have changed and can be parsed. Only one thread
-        may call it."""
+        """Check the files once. If they have changed and can be parsed, call `take` with the new value. Only one thread
+        may call this method.
+        """
         try:
             contents = self._read()
             if contents != self._contents:
@@ -108,17 +115,21 @@ class WatchedFiles(Generic[T]):
             self._report_problem(str(error))
 
     def take(self, value: T) -> None:
-        """Start to use a new value."""
+        """Start to use a new value that was parsed from the files. Log the change, and call `on_change`."""
         before, self.current = self.current, value
         logger.info("read %s again%s", self._flags(), self._describe(self.current))
         self._on_change(before, value)
 
     def _read(self) -> Contents:
-        """Return the content of each file. Raises OSError."""
+        """Read the files, and return the content of each. The content is None if the flag for the file is not given.
+        Raises OSError if a file cannot be read.
+        """
         return tuple([_content(file) for file in self._files])
 
     def _parsed(self, contents: Contents) -> T:
-        """Return the parsed value. Raises ValueError, also for content that was refused before."""
+        """Return the value parsed from the contents of the files. Raises ValueError if they cannot be parsed. Contents
+        that were refused before are refused again without parsing, if `settling` is 0.
+        """
         if self._refused is not None and self._refused[0] == contents and not self._settling:
             raise ValueError(self._refused[1])
         try:
@@ -128,8 +139,9 @@ class WatchedFiles(Generic[T]):
             raise
 
     def _report_problem(self, reason: str) -> None:
-        """Log a problem with the files once it has lasted for `settling` seconds. A shorter one may be a change in
-        progress."""
+        """Log a problem with the watched files once it has lasted for `settling` seconds. A shorter problem may be a
+        change of the files in progress.
+        """
         now = self._clock()
         if self._trouble is None or self._trouble[0] != reason:
             self._trouble = (reason, now)
