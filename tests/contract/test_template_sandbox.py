@@ -310,9 +310,9 @@ def test_iterators_are_joined_by_short_separators_only() -> None:
 
 def test_a_budget_is_spent_to_its_last_step() -> None:
     budget = _Budget()
-    budget.take(MAX_STEPS)
+    budget.charge(MAX_STEPS)
     with pytest.raises(BudgetExceeded):
-        budget.take()
+        budget.charge()
 
 
 def test_a_failure_leaves_nothing_behind() -> None:

@@ -122,44 +122,44 @@ class _Budget:
     def __init__(self) -> None:
         self._num_left = MAX_STEPS
 
-    def take(self, num_steps: int = 1) -> None:
+    def charge(self, num_steps: int = 1) -> None:
         self._num_left -= num_steps
         if self._num_left < 0:
             raise BudgetExceeded(f"it does not end within {MAX_STEPS} steps")
 
-    def take_text(self, num_chars: int) -> None:
-        self.take(1 + num_chars // _CHARS_PER_STEP)
+    def charge_text(self, num_chars: int) -> None:
+        self.charge(1 + num_chars // _CHARS_PER_STEP)
 
-    def take_tree(self, value: Any) -> None:
+    def charge_tree(self, value: Any) -> None:
         """Charge every text, item and key in a nested value to the rendering's budget. An object that occurs twice in
         the value is charged twice, because the template would write the object twice.
         """
         waiting = [value]
         while waiting:
             item = waiting.pop()
-            self.take_items(item)
+            self.charge_items(item)
             if isinstance(item, dict):
                 waiting += item.items()
             elif isinstance(item, _CONTAINERS):
                 waiting += item
 
-    def take_items(self, value: Any) -> None:
+    def charge_items(self, value: Any) -> None:
         """Charge a value and the number of its items to the rendering's budget, but not the contents of the items.
         Raises TemplateError for an integer with too many bits.
         """
         if isinstance(value, str):
-            self.take_text(len(value))
+            self.charge_text(len(value))
         elif isinstance(value, int):
-            self.take()
+            self.charge()
             _check_bits(value.bit_length())
         elif isinstance(value, dict | range | _CONTAINERS):
-            self.take(1 + len(value))
+            self.charge(1 + len(value))
         else:
-            self.take()
+            self.charge()
 
     def counted(self, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
-            self.take()
+            self.charge()
             yield item
 
 
@@ -212,20 +212,20 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Charge one loop iteration or macro call to the rendering's budget. `num_chars` is the number of characters of
         template text in the body. Always return True, so that the call can be part of a loop condition.
         """
-        self.budget.take_text(num_chars)
+        self.budget.charge_text(num_chars)
         return True
 
     def _weighed(self, value: Any) -> Any:
-        self.budget.take_tree(value)
+        self.budget.charge_tree(value)
         return value
 
     def _cut(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
         """Charge a slice of a value to the rendering's budget, and return the slice."""
-        self.budget.take_items(value)
+        self.budget.charge_items(value)
         return value[slice(start, stop, step)]
 
     def _concatenated(self, *values: Any) -> str:
-        self.budget.take_tree(values)
+        self.budget.charge_tree(values)
         return "".join(map(str, values))
 
     def _to_json(
@@ -242,7 +242,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         pieces = []
         for piece in encoder.iterencode(value):
-            self.budget.take_text(len(piece))
+            self.budget.charge_text(len(piece))
             pieces.append(piece)
         return "".join(pieces)
 
@@ -250,29 +250,29 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = __self.budget
-        budget.take()
+        budget.charge()
         if not isinstance(__obj, Macro | LoopContext):
-            budget.take_tree((args, kwargs))
+            budget.charge_tree((args, kwargs))
             _check_method(budget, getattr(__obj, "__wrapped__", __obj), args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
-        budget.take_items(result)
+        budget.charge_items(result)
         return result
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        self.budget.take()
+        self.budget.charge()
         if isinstance(argument, tuple):  # it gets hashed
-            self.budget.take_tree(argument)
+            self.budget.charge_tree(argument)
         return super().getitem(obj, argument)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        self.budget.take()
+        self.budget.charge()
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = self.budget
-        budget.take_items(left)
+        budget.charge_items(left)
         if operator == "+":
-            budget.take_items(right)
+            budget.charge_items(right)
         elif operator == "%" and isinstance(left, str):
             _check_format(budget, left, right)
         elif operator == "*":
@@ -288,28 +288,28 @@ class _Environment(ImmutableSandboxedEnvironment):
         @wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
             given = args[num_passed:]
-            self._take_filter(name, given, kwargs)
+            self._charge_filter(name, given, kwargs)
             result = function(*args, **kwargs)
             if isinstance(result, Iterator):
                 return self.budget.counted(result)
-            self.budget.take_items(result)
+            self.budget.charge_items(result)
             return result
 
         return metered
 
-    def _take_filter(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _charge_filter(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Charge the work of a Jinja2 filter or test to the rendering's budget before the filter runs. Raises
         TemplateError for arguments that the sandbox does not allow, such as very large widths.
         """
         budget, value = self.budget, args[0]
         if name in _CONSTANT_FILTERS:
-            budget.take()
+            budget.charge()
             return
-        (budget.take_items if name in _SHALLOW_FILTERS else budget.take_tree)(value)
+        (budget.charge_items if name in _SHALLOW_FILTERS else budget.charge_tree)(value)
         if isinstance(value, str) and name in _ITEM_FILTERS:
-            budget.take(len(value))
+            budget.charge(len(value))
         others = (*args[1:], *kwargs.values())
-        budget.take_tree(others)
+        budget.charge_tree(others)
         for other in others:
             if (
                 isinstance(other, int)
@@ -327,11 +327,11 @@ class _Environment(ImmutableSandboxedEnvironment):
             sized = [other for other in others if isinstance(other, str | int)]
             widths = [len(other) if isinstance(other, str) else abs(other) for other in sized]
             num_lines = len(value.splitlines()) + 1 if isinstance(value, str) else 1
-            budget.take_text(num_lines * max(widths, default=4))
+            budget.charge_text(num_lines * max(widths, default=4))
         elif name == "striptags":  # copies the remaining text for each tag
-            budget.take_text(len(str(value)) * str(value).count("<"))
+            budget.charge_text(len(str(value)) * str(value).count("<"))
         elif name == "trim":
-            budget.take_text(len(str(value)) * max((len(str(other)) for other in others), default=1))
+            budget.charge_text(len(str(value)) * max((len(str(other)) for other in others), default=1))
         elif name == "sum" and not all(isinstance(other, int | float | str | None) for other in others):
             raise TemplateError("the filter sum adds only numbers")
 
@@ -428,9 +428,9 @@ def _finalize(context: Context, value: Any) -> str:
     """
     assert isinstance(context.environment, _Environment)
     budget = context.environment.budget
-    budget.take_tree(value)
+    budget.charge_tree(value)
     text = str(value)
-    budget.take_text(len(text))
+    budget.charge_text(len(text))
     return text
 
 
@@ -444,9 +444,9 @@ def _check_method(budget: _Budget, method: Any, args: tuple[Any, ...], kwargs: M
         return
     if name not in served:
         raise TemplateError(f"the method {name} of {type(owner).__name__} cannot be used in a chat template")
-    budget.take_items(owner)
+    budget.charge_items(owner)
     if isinstance(owner, list | tuple):  # each item is compared
-        budget.take_tree(owner)
+        budget.charge_tree(owner)
     if isinstance(owner, str):
         _check_text_method(budget, owner, name, args, kwargs)
 
@@ -458,19 +458,19 @@ def _check_text_method(
     string. Raises TemplateError if a width is too large.
     """
     if name in _COMPARING:
-        budget.take_text(len(owner) * max((len(arg) for arg in args if isinstance(arg, str)), default=1))
+        budget.charge_text(len(owner) * max((len(arg) for arg in args if isinstance(arg, str)), default=1))
     if name in ("split", "rsplit", "splitlines"):
         separator = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, str) and arg), None)
         most = next((arg for arg in (*args, *kwargs.values()) if type(arg) is int and arg >= 0), len(owner))
         if separator is not None:
-            budget.take(min(owner.count(separator), most))
+            budget.charge(min(owner.count(separator), most))
         else:
             collections.deque(budget.counted(_SPACES.finditer(owner)), maxlen=0)
     if name in _FILLING:
         width = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)), 8)
         if width > _MAX_WIDTH:
             raise TemplateError(f"{name} has the width {width}, but at most {_MAX_WIDTH} is allowed")
-        budget.take_text(width * (owner.count("\t") + 1))
+        budget.charge_text(width * (owner.count("\t") + 1))
     elif name == "replace" and len(args) >= 2:
         _check_replace(budget, owner, str(args[0]), str(args[1]))
     elif name == "join" and args:
@@ -480,13 +480,13 @@ def _check_text_method(
 
 
 def _check_replace(budget: _Budget, text: str, old: str, new: str = "") -> None:
-    budget.take_text(len(text) + text.count(old) * len(new))
+    budget.charge_text(len(text) + text.count(old) * len(new))
 
 
 def _check_join(budget: _Budget, separator: str, items: Any) -> None:
-    budget.take_tree(items)
+    budget.charge_tree(items)
     if isinstance(items, dict | range | str | _CONTAINERS):
-        budget.take_text(len(items) * len(separator))
+        budget.charge_text(len(items) * len(separator))
     elif len(separator) > _CHARS_PER_STEP:
         raise TemplateError(f"join has a separator of {len(separator)} characters, but its items have no known length")
 
@@ -495,7 +495,7 @@ def _check_format(budget: _Budget, form: str, values: Any) -> None:
     if _WIDE.search(form):
         raise TemplateError(f"the format {form[:40]!r} has a width that is variable or has over 3 digits")
     for _ in range(1 + form.count("%") + form.count("{")):  # each placeholder may write all values
-        budget.take_tree(values)
+        budget.charge_tree(values)
 
 
 def _check_product(budget: _Budget, left: Any, right: Any) -> None:
@@ -504,9 +504,9 @@ def _check_product(budget: _Budget, left: Any, right: Any) -> None:
         return
     for sequence, times in ((left, right), (right, left)):
         if isinstance(times, int) and isinstance(sequence, str):
-            budget.take_text(len(sequence) * max(times, 0))
+            budget.charge_text(len(sequence) * max(times, 0))
         elif isinstance(times, int) and isinstance(sequence, list | tuple):
-            budget.take(len(sequence) * max(times, 0))
+            budget.charge(len(sequence) * max(times, 0))
 
 
 def _check_bits(num_bits: int) -> None:

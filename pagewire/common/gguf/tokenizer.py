@@ -320,12 +320,12 @@ def _merges_by_score(keys: Metadata, vocabulary: _Vocabulary) -> list[tuple[str,
             continue
         if not math.isfinite(scores[token_id]):
             raise keys.error("scores", f"finite numbers, but the score of token {shown(token)} is not finite")
-        found += [(-scores[token_id], token_id, pair) for pair in _halves(token, vocabulary.ids)]
+        found += [(-scores[token_id], token_id, pair) for pair in _pairs_forming(token, vocabulary.ids)]
     found.sort(key=lambda merge: merge[:2])
     return [pair for _, _, pair in found]
 
 
-def _halves(token: str, ids: Mapping[str, int]) -> Iterable[tuple[str, str]]:
+def _pairs_forming(token: str, ids: Mapping[str, int]) -> Iterable[tuple[str, str]]:
     """Return the pairs of vocabulary tokens that concatenate to `token`, in the order of transformers: pairs with a
     longer left half come first.
     """

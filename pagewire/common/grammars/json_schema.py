@@ -76,14 +76,14 @@ _LARGEST = (1 << 63) - (1 << 10)  # the largest float64 that the library accepts
 _LEAST = 1e-30  # above 0, and short enough in digits
 
 
-def for_library(schema: Any) -> dict[str, Any]:
+def for_llguidance(schema: Any) -> dict[str, Any]:
     """Convert a JSON Schema to a schema that the grammar library llguidance enforces.
 
     The converted schema allows the same values as the given schema, or fewer values where llguidance cannot enforce the
     schema exactly. Options in the schema's "x-guidance" are kept. Raises ValueError if the schema is neither an object
     nor true, or if it allows no value.
     """
-    read = _read(schema, {} if schema is True else schema)
+    read = _converted(schema, {} if schema is True else schema)
     if read is False:
         raise ValueError("the JSON Schema false allows no output")
     if not isinstance(read, dict):
@@ -197,7 +197,7 @@ def _member(value: Any, name: str) -> Any:
     return None
 
 
-def _read(root: Any, schema: Any) -> Any:
+def _converted(root: Any, schema: Any) -> Any:
     """Convert a JSON Schema within the schema `root` to the form that the grammar library llguidance enforces.
 
     The result may be true or false. A value that is no schema is returned unchanged, and llguidance later reports the
@@ -205,18 +205,18 @@ def _read(root: Any, schema: Any) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
-    schema = {name: _with_schemas(name, value, partial(_read, root)) for name, value in schema.items()}
+    schema = {name: _with_schemas(name, value, partial(_converted, root)) for name, value in schema.items()}
     schema = {name: value for name, value in schema.items() if not _excludes_nothing(name, value, schema, root)}
     if _allows_all(schema.get("not")):
         return False
     for name, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if schema.get(exclusive) is True and name in schema:  # the syntax of JSON Schema draft 4
             schema[exclusive] = schema.pop(name)
-    schema |= {name: _inward(name, schema[name]) for name in _INWARD if name in schema}
+    schema |= {name: _exact_bound(name, schema[name]) for name in _INWARD if name in schema}
     counts = {name: schema[name] for name in _COUNTS if isinstance(schema.get(name), float)}
     schema |= {name: int(count) for name, count in counts.items() if count.is_integer()}
     if values := [schema[name] for name in ("const", "enum") if name in schema]:
-        json.loads(json.dumps(values), parse_int=_told, parse_float=_told)
+        json.loads(json.dumps(values), parse_int=_check_exact, parse_float=_check_exact)
     form, parts = schema.get("format"), schema.get("allOf", [])
     if isinstance(form, str) and form in _PATTERNS and isinstance(parts, list):
         schema["allOf"] = [*parts, {"pattern": _PATTERNS[schema.pop("format")]}]
@@ -295,7 +295,7 @@ def _allows_texts(schema: Any, root: Any, num_references: int = 0) -> bool:
 _INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 
 
-def _inward(name: str, bound: Any) -> Any:
+def _exact_bound(name: str, bound: Any) -> Any:
     """Return the nearest bound of a number range that the grammar library llguidance represents exactly. The range
     never gets wider.
 
@@ -311,7 +311,7 @@ def _inward(name: str, bound: Any) -> Any:
     return _INWARD[name] * (int(inner) if inner.is_integer() else inner)
 
 
-def _told(text: str) -> None:
+def _check_exact(text: str) -> None:
     """Check that the grammar library llguidance reads a number of a JSON Schema exactly. Raises ValueError if
     llguidance would read a different number.
     """

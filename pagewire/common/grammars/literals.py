@@ -110,11 +110,11 @@ def literals_of(lark: str) -> Iterator[Literal]:
         if found["text"]:
             yield Literal(_unquoted(found["text"]), bool(found["text_flags"]))
         elif found["regex"]:
-            yield from _of_regex(found["regex"], found["regex_flags"])
+            yield from _literals_in_regex(found["regex"], found["regex_flags"])
         elif found["embedded"]:
             value, at = _DECODER.raw_decode(lark, at)
             if found["embedded"] == "json":
-                yield from _of_schema(value)
+                yield from _literals_in_schema(value)
 
 
 def _unquoted(text: str) -> str:
@@ -127,7 +127,7 @@ def _unquoted(text: str) -> str:
         return text[1:-1]
 
 
-def _of_regex(pattern: str, flags: str = "") -> Iterator[Literal]:
+def _literals_in_regex(pattern: str, flags: str = "") -> Iterator[Literal]:
     """Yield the literal texts in a regular expression, which are the longest runs of plain characters."""
     is_any_case = "i" in flags or re.search(r"\(\?[a-zA-Z]*i", pattern) is not None
     text = ""
@@ -150,7 +150,7 @@ def _character(found: re.Match[str]) -> str:
     return _CONTROLS[found["control"]] if found["control"] else found["text"] or ""
 
 
-def _of_schema(schema: Any) -> Iterator[Literal]:
+def _literals_in_schema(schema: Any) -> Iterator[Literal]:
     """Yield the literal texts that an output must spell to follow a JSON Schema: the names and fixed values in the
     schema, as JSON, and the literal texts in the schema's patterns.
     """
@@ -163,6 +163,6 @@ def _of_schema(schema: Any) -> Iterator[Literal]:
     yield from (Literal(json.dumps(value, ensure_ascii=False, separators=(",", ":"))) for value in values)
     for pattern in (schema.get("pattern"), *(schema.get("patternProperties") or ())):
         if isinstance(pattern, str):
-            yield from _of_regex(pattern)
+            yield from _literals_in_regex(pattern)
     for each in schemas_within(schema):
-        yield from _of_schema(each)
+        yield from _literals_in_schema(each)

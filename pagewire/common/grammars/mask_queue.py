@@ -49,7 +49,7 @@ class MaskJob:
         self.matcher.pace.observe(ns / 1e9)
 
 
-class _Lane:
+class _ThreadQueue:
     """The queue of token masks that one thread must compute, ordered by due time. A job in the queue may already run on
     the thread of a caller of `MaskQueue.finish`.
     """
@@ -75,7 +75,7 @@ class MaskQueue:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._is_done = threading.Condition(self._lock)
-        self._quick, self._slow = _Lane(self._lock), _Lane(self._lock)
+        self._quick, self._slow = _ThreadQueue(self._lock), _ThreadQueue(self._lock)
         self._numbers = count()
         self._is_closed = False
 
@@ -132,7 +132,7 @@ class MaskQueue:
             job.is_done = True
             self._is_done.notify_all()
 
-    def _run(self, lane: _Lane) -> None:
+    def _run(self, lane: _ThreadQueue) -> None:
         while True:
             with lane.has_jobs:
                 lane.has_jobs.wait_for(lambda: lane.jobs or self._is_closed)

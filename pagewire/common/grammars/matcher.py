@@ -11,7 +11,7 @@ from importlib import metadata
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from pagewire.common.grammars.json_schema import for_library
+from pagewire.common.grammars.json_schema import for_llguidance
 from pagewire.common.grammars.literals import BYTE_PIECES, Alphabet, Literal, literals_of
 from pagewire.common.grammars.structural_tag import structural_tag_to_lark
 from pagewire.common.strict_json import from_json
@@ -69,7 +69,7 @@ def version() -> str:
 
 
 @contextmanager
-def _caught() -> Iterator[None]:
+def _as_grammar_errors() -> Iterator[None]:
     """Convert all errors of the grammar library llguidance in the body of a `with` to GrammarError. Panics in
     llguidance's Rust code, which are not subclasses of Exception, are converted too.
     """
@@ -141,7 +141,7 @@ class Matcher:
         if self.end_token_id is not None:
             return
         end = next((i for i, token_id in enumerate(token_ids) if token_id in self._end_token_ids), None)
-        with _caught():
+        with _as_grammar_errors():
             is_taken = self._state.consume_tokens(list(token_ids[:end]))
             is_taken = is_taken and (
                 end is None
@@ -168,7 +168,7 @@ class Matcher:
             ctypes.memset(address + byte, 1 << bit, 1)
             return
         long_bytes = 4 * -(-self._sizes.num_tokens // 32)
-        with _caught():
+        with _as_grammar_errors():
             if long_bytes == mask_bytes:
                 self._state.unsafe_compute_mask_ptr(address, mask_bytes)
             else:
@@ -217,9 +217,9 @@ class GrammarCompiler:
         grammar is invalid or needs characters that no tokens can spell, and GrammarLimitError if the grammar is too
         large.
         """
-        with _caught():
+        with _as_grammar_errors():
             tokenizer = self._tokenizer(end_token_ids)
-            special = {name: self._special[name] for name in _asked_for(kind, text) if name in self._special}
+            special = {name: self._special[name] for name in _named_special_tokens(kind, text) if name in self._special}
             names = {name: token for name, token in (self._token_names | special).items() if token not in end_token_ids}
             alphabet = self._alphabet(tokenizer)
             alone = {name for name in names if alphabet and alphabet.missing(Literal(name))}
@@ -286,7 +286,7 @@ def _num_bytes(content: _Content) -> int:
     return _BYTES_EACH + _BYTES_PER_CHARACTER * len(content[1])
 
 
-def _asked_for(kind: str, text: str) -> list[str]:
+def _named_special_tokens(kind: str, text: str) -> list[str]:
     """Return the names of the special tokens that a structural tag lists in `special_tokens`. In the texts of the tag,
     each of these tokens may stand for its name.
     """
@@ -325,9 +325,9 @@ def _to_lark(kind: str, text: str, token_names: Mapping[str, int], alone: Contai
     """
     match kind:
         case "json_schema":
-            return f"start: %json {json.dumps(for_library(from_json(text)))}"
+            return f"start: %json {json.dumps(for_llguidance(from_json(text)))}"
         case "json_object":
-            return f"start: %json {json.dumps(for_library({'type': 'object'}))}"
+            return f"start: %json {json.dumps(for_llguidance({'type': 'object'}))}"
         case "regex":
             return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         case "choice":

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-from pagewire.common.grammars.json_schema import for_library
+from pagewire.common.grammars.json_schema import for_llguidance
 from pagewire.common.strict_json import from_json
 
 _ANY_TEXT = r"/(?s:.*)/"
@@ -117,7 +117,7 @@ class _Rules:
             case "json_schema":
                 given = json.dumps(_field(form, "json_schema", kind))
                 if given not in self._schemas:  # parsing a schema is slow
-                    self._schemas[given] = self.rule(f"%json {json.dumps(for_library(form['json_schema']))}")
+                    self._schemas[given] = self.rule(f"%json {json.dumps(for_llguidance(form['json_schema']))}")
                 return self._schemas[given]
             case "any_text":
                 most = form.get("max_tokens")

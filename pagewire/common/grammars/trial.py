@@ -155,14 +155,14 @@ def _try(compiler: GrammarCompiler, vocab_size: int, kind: str, text: str, end_t
     be used, or an empty text.
     """
     try:
-        return _Walk(compiler.compile(kind, text, tuple(end_token_ids)), vocab_size).take(text)
+        return _RandomOutput(compiler.compile(kind, text, tuple(end_token_ids)), vocab_size).find_fault(text)
     except GrammarError as error:
         return str(error).strip() or "it cannot be read"
     except MemoryError:
         return TOO_MUCH
 
 
-class _Walk:
+class _RandomOutput:
     """A random output along which the token masks of a grammar are computed, to find grammars with slow masks. The
     output repeats a token, and sometimes draws another one.
     """
@@ -173,7 +173,7 @@ class _Walk:
         self._token_ids: list[int] = []
         self._mask = create_string_buffer(4 * -(-vocab_size // 32))
 
-    def take(self, seed: str) -> str:
+    def find_fault(self, seed: str) -> str:
         """Compute the token masks of a grammar along a random output. Return the reason why the grammar needs too much
         work, or an empty text.
 

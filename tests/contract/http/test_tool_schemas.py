@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.common.grammars.json_schema import enforceable, for_library, without_unset
+from pagewire.common.grammars.json_schema import enforceable, for_llguidance, without_unset
 from scheduler_service.api.http import prompts
 from testing.serving.http_server import HttpServer, serve_http, server_of_the_module
 from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
@@ -208,13 +208,13 @@ async def test_schemas_as_other_languages_and_apis_write_them(server: HttpServer
         answer = await server.post(path, **asked(path, given, **more))
         assert (answer.status_code, "warning" in answer.headers) == (200, False), answer.text
         assert enforced(server) == [kept]
-    assert for_library({"minLength": 1.0, "maxItems": 2.5}).items() >= {"minLength": 1, "maxItems": 2.5}.items()
+    assert for_llguidance({"minLength": 1.0, "maxItems": 2.5}).items() >= {"minLength": 1, "maxItems": 2.5}.items()
 
 
 def test_null_is_a_value_where_it_may_be_one() -> None:
     for schema in ({"const": None}, {"enum": [None]}, {"properties": {"a": {"const": None}}}):
         assert schema == enforceable(schema, schema, set()) == without_unset(schema)
-        assert schema.items() <= for_library(schema).items()
+        assert schema.items() <= for_llguidance(schema).items()
     assert without_unset({"default": None, "enum": None}) == {"default": None}
 
 

@@ -13,7 +13,7 @@ ANY_TEXT = "any_text"
 FREE_TEXTS = (ANY_TEXT, "regex", "triggered_tags")  # formats with `excludes`
 
 
-class Asked(NamedTuple):
+class OutputConstraints(NamedTuple):
     """The constraints that a chat request puts on the model's output, such as the functions that may be called."""
 
     functions: Mapping[str, Parameters]  # by name
@@ -38,13 +38,13 @@ class TaggedCalls(NamedTuple):
     trigger: str  # begins every call and appears in no other text
     separator: str
 
-    def form(self, asked: Asked) -> Form:
-        ends = _tags(self.tag, asked)
-        if _is_free(asked.text) and not asked.is_required:
-            excludes = asked.text.get("excludes", [])
+    def form(self, constraints: OutputConstraints) -> Form:
+        ends = _tags(self.tag, constraints)
+        if _is_free(constraints.text) and not constraints.is_required:
+            excludes = constraints.text.get("excludes", [])
             return {"type": "triggered_tags", "triggers": [self.trigger], "excludes": excludes, **ends}
         calls = {"type": "tags_with_separator", "separator": self.separator, "at_least_one": True, **ends}
-        return calls if asked.is_required else {"type": "or", "elements": [calls, asked.text]}
+        return calls if constraints.is_required else {"type": "or", "elements": [calls, constraints.text]}
 
 
 class LeadingCalls(NamedTuple):
@@ -58,23 +58,23 @@ class LeadingCalls(NamedTuple):
     closer: str
     first: str  # begins every such output and no other one
 
-    def form(self, asked: Asked) -> Form:
-        ends = _tags(self.tag, asked)
+    def form(self, constraints: OutputConstraints) -> Form:
+        ends = _tags(self.tag, constraints)
         calls = {"type": "tags_with_separator", "separator": self.separator, "at_least_one": True, **ends}
         around = ({"type": "const_string", "value": text} for text in (self.opener, self.closer))
         opener, closer = around
         form = {"type": "sequence", "elements": [opener, calls, closer]}
-        text = asked.text
+        text = constraints.text
         if _is_free(text):
             pattern = rf"([^\s{re.escape(self.first)}](?s:.*))?"
             text = {"type": "regex", "pattern": pattern, "excludes": text.get("excludes", [])}
-        return form if asked.is_required else {"type": "or", "elements": [form, text]}
+        return form if constraints.is_required else {"type": "or", "elements": [form, text]}
 
 
 def _is_free(text: Form) -> bool:
     return text["type"] == ANY_TEXT and text.get("max_tokens") is None
 
 
-def _tags(tag: CallTag, asked: Asked) -> Form:
-    tags = [tag(name, parameters) for name, parameters in asked.functions.items()]
-    return {"tags": tags, "stop_after_first": not asked.is_parallel}
+def _tags(tag: CallTag, constraints: OutputConstraints) -> Form:
+    tags = [tag(name, parameters) for name, parameters in constraints.functions.items()]
+    return {"tags": tags, "stop_after_first": not constraints.is_parallel}

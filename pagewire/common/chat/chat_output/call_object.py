@@ -6,7 +6,7 @@ from typing import Any
 
 from pagewire.common.chat.chat_output.lexemes import read_string, read_value
 from pagewire.common.chat.chat_output.parts import Arguments, CallStart, Content
-from pagewire.common.chat.chat_output.unread import Reading, Unread, held, told
+from pagewire.common.chat.chat_output.unread import Reading, Unread, as_parts, collected
 
 # Llama models use the key "parameters".
 _ARGUMENTS = ("arguments", "parameters")
@@ -67,7 +67,7 @@ def read_call(unread: Unread, names: Container[str] | None = None, *, is_open: b
             early = yield from _held_arguments(unread)
             if early is None:
                 break
-        elif (names is not None and key != "type") or not (yield from held(read_value(unread)))[1]:
+        elif (names is not None and key != "type") or not (yield from collected(read_value(unread)))[1]:
             break
         if (yield from unread.accept("}")):
             if name is not None and not has_begun and names is None:
@@ -87,14 +87,14 @@ def _begin(unread: Unread, name: str) -> Reading[None]:
 def _read_arguments_text(unread: Unread) -> Reading[bool]:
     """Read the arguments of a tool call, and yield them as they arrive. Return whether the arguments are complete."""
     if (yield from unread.next()) == "{":
-        return (yield from told(Arguments, read_value(unread)))
-    text, is_whole = yield from held(read_value(unread))
+        return (yield from as_parts(Arguments, read_value(unread)))
+    text, is_whole = yield from collected(read_value(unread))
     yield Arguments(_unwrapped(text))
     return is_whole
 
 
 def _held_arguments(unread: Unread) -> Generator[None, None, str | None]:
-    text, is_whole = yield from held(read_value(unread))
+    text, is_whole = yield from collected(read_value(unread))
     return _unwrapped(text) if is_whole else None
 
 

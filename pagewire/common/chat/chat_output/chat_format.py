@@ -8,10 +8,10 @@ from pagewire.common.chat.chat_output import glm, harmony, json_calls, llama, mi
 from pagewire.common.chat.chat_output.call_forms import (
     ANY_TEXT,
     FREE_TEXTS,
-    Asked,
     CallTag,
     Form,
     LeadingCalls,
+    OutputConstraints,
     TaggedCalls,
 )
 from pagewire.common.chat.chat_output.output_parser import OutputParser
@@ -30,7 +30,7 @@ _Format = TypeVar("_Format")
 
 class CallFormat(NamedTuple):
     read: Callable[[Mapping[str, Parameters], Unread], Reading[None]]
-    form: Callable[[Asked], Form]  # the format of outputs, for structural tags
+    form: Callable[[OutputConstraints], Form]  # the format of outputs, for structural tags
     tags: tuple[str, ...]  # the tags that the reader recognizes
 
 
@@ -106,8 +106,8 @@ class ChatFormat(NamedTuple):
         if max_reasoning_tokens is not None:
             thought["max_tokens"] = max_reasoning_tokens
             text = _without(text, [self.thinking.begin] if self.thinking else [])
-        asked = Asked(read_functions(functions), text, thought, is_required, is_parallel)
-        form = self.calls.form(asked) if self.calls and (functions or self.is_in_channels) else asked.text
+        constraints = OutputConstraints(read_functions(functions), text, thought, is_required, is_parallel)
+        form = self.calls.form(constraints) if self.calls and (functions or self.is_in_channels) else constraints.text
         return {
             "type": "structural_tag",
             "format": self._behind_reasoning(form, thought, prompt),
@@ -241,7 +241,7 @@ def format_of(template: str, tool_call_parser: str | None = None, reasoning_pars
 def _chosen(
     table: Sequence[tuple[tuple[str, ...], tuple[str, ...], _Format]],
     name: str | None,
-    is_told: Callable[[tuple[str, ...]], bool],
+    fits_template: Callable[[tuple[str, ...]], bool],
 ) -> _Format | None:
     """Return the output format from `table` that fits the chat template, or None.
 
@@ -250,4 +250,4 @@ def _chosen(
     """
     found = [(texts, each) for names, texts, each in table if name is None or name in names]
     first = found[0][1] if found and name is not None else None
-    return next((each for texts, each in found if is_told(texts)), first)
+    return next((each for texts, each in found if fits_template(texts)), first)

@@ -26,7 +26,7 @@ def read_calls(functions: Mapping[str, Parameters], unread: Unread) -> Reading[N
             continue
         unread.forget()
         yield CallStart(name)
-        is_ended = yield from _ARGUMENTS.tell(unread, functions.get(name))
+        is_ended = yield from _ARGUMENTS.read(unread, functions.get(name))
         marker = END if is_ended else (yield from unread.until((END, BEGIN), Content))
         if marker == END:
             yield from unread.skip("\n")

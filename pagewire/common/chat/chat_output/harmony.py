@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pagewire.common.chat.chat_output.call_forms import ANY_TEXT, Asked, Form, json_between
+from pagewire.common.chat.chat_output.call_forms import ANY_TEXT, Form, OutputConstraints, json_between
 from pagewire.common.chat.chat_output.call_object import NO_ARGUMENTS
 from pagewire.common.chat.chat_output.lexemes import read_value
 from pagewire.common.chat.chat_output.parts import Arguments, CallStart, Content, Reasoning
-from pagewire.common.chat.chat_output.unread import Reading, Unread, held, told
+from pagewire.common.chat.chat_output.unread import Reading, Unread, as_parts, collected
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL = TAGS = (
     *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
@@ -30,11 +30,11 @@ def read_messages(functions: Mapping[str, Any], unread: Unread) -> Reading[None]
     """
     seen_kinds: set[type[Content | Reasoning]] = set()
     header = [(yield from unread.begins_with("to="))]
-    marker = START if header[0] else (yield from told(Content, unread.pieces_until(TAGS)))
+    marker = START if header[0] else (yield from as_parts(Content, unread.pieces_until(TAGS)))
     while marker:
         if marker in (START, CHANNEL, CONSTRAIN, MESSAGE):
             while marker and marker != MESSAGE:
-                text, marker = yield from held(unread.pieces_until((CHANNEL, CONSTRAIN, MESSAGE)))
+                text, marker = yield from collected(unread.pieces_until((CHANNEL, CONSTRAIN, MESSAGE)))
                 header += (text, " ")
             said, header = "".join(header), []
             recipient, is_analysis = _RECIPIENT.search(said), _ANALYSIS in said.split()
@@ -45,10 +45,10 @@ def read_messages(functions: Mapping[str, Any], unread: Unread) -> Reading[None]
             if marker and kind in seen_kinds:
                 yield kind("\n")
             seen_kinds.add(kind)
-            reading = told(kind, unread.pieces_until(_ENDS))
+            reading = as_parts(kind, unread.pieces_until(_ENDS))
             marker = yield from unread.thoughts(reading) if kind is Reasoning else reading
         else:
-            marker = yield from told(Content, unread.pieces_until(TAGS))
+            marker = yield from as_parts(Content, unread.pieces_until(TAGS))
 
 
 def _read_call_text(unread: Unread, name: str) -> Reading[str]:
@@ -56,12 +56,12 @@ def _read_call_text(unread: Unread, name: str) -> Reading[str]:
     if (yield from unread.ahead(*_ENDS)):
         yield Arguments(NO_ARGUMENTS)
         return (yield from unread.until(_ENDS, Content))
-    is_whole = yield from told(Arguments, read_value(unread))
+    is_whole = yield from as_parts(Arguments, read_value(unread))
     yield from unread.skip()
     return (yield from unread.until(_ENDS, Content if is_whole else Arguments))
 
 
-def form(asked: Asked) -> Form:
+def form(constraints: OutputConstraints) -> Form:
     """Return the structural tag format that constrains the output of a gpt-oss model.
 
     A tool call ends an output, so an output has at most one call. If reasoning has a token budget, at most one message
@@ -69,19 +69,19 @@ def form(asked: Asked) -> Form:
     """
     calls = [
         json_between(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", parameters, ["", CALL])
-        for name, parameters in asked.functions.items()
+        for name, parameters in constraints.functions.items()
     ]
     before = {
         "type": "tags_with_separator",
         "separator": f"{START}assistant",
         "tags": [
             {"type": "tag", "begin": f"{CHANNEL}{channel}{MESSAGE}", "content": content, "end": END}
-            for channel, content in ((_ANALYSIS, asked.thought), ("commentary", {"type": ANY_TEXT}))
+            for channel, content in ((_ANALYSIS, constraints.thought), ("commentary", {"type": ANY_TEXT}))
         ],
         "at_least_one": True,
-        "stop_after_first": "max_tokens" in asked.thought,
+        "stop_after_first": "max_tokens" in constraints.thought,
     }
-    final = {"type": "tag", "begin": f"{CHANNEL}final{MESSAGE}", "content": asked.text, "end": ["", RETURN]}
-    last = {"type": "or", "elements": calls if asked.is_required else [*calls, final]}
+    final = {"type": "tag", "begin": f"{CHANNEL}final{MESSAGE}", "content": constraints.text, "end": ["", RETURN]}
+    last = {"type": "or", "elements": calls if constraints.is_required else [*calls, final]}
     goes_on = {"type": "const_string", "value": f"{START}assistant"}
     return {"type": "or", "elements": [last, {"type": "sequence", "elements": [before, goes_on, last]}]}

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Generator
 
-from pagewire.common.chat.chat_output.unread import PieceReading, Unread, held
+from pagewire.common.chat.chat_output.unread import PieceReading, Unread, collected
 
 # The name of a function.
 _NAME = re.compile(r"[\w.:/-]*")
@@ -20,7 +20,7 @@ def read_name(unread: Unread) -> Generator[None, None, str]:
     if there is none.
     """
     yield from unread.skip()
-    return (yield from held(unread.run(_NAME)))[0]
+    return (yield from collected(unread.run(_NAME)))[0]
 
 
 def read_string(unread: Unread) -> Generator[None, None, str | None]:
@@ -29,7 +29,7 @@ def read_string(unread: Unread) -> Generator[None, None, str | None]:
     """
     if (yield from unread.next()) != '"':
         return None
-    text, is_whole = yield from held(read_value(unread))
+    text, is_whole = yield from collected(read_value(unread))
     return _decoded(text) if is_whole else None
 
 

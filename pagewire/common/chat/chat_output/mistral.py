@@ -9,7 +9,7 @@ from pagewire.common.chat.chat_output.call_object import Rest, read_one_or_sever
 from pagewire.common.chat.chat_output.lexemes import read_name, read_value
 from pagewire.common.chat.chat_output.parameters import Parameters
 from pagewire.common.chat.chat_output.parts import Arguments, CallStart, Content
-from pagewire.common.chat.chat_output.unread import Reading, Unread, told
+from pagewire.common.chat.chat_output.unread import Reading, Unread, as_parts
 
 BEGIN = "[TOOL_CALLS]"
 _ARGUMENTS, _NUMBER = "[ARGS]", "[CALL_ID]"
@@ -37,7 +37,7 @@ def _read_named(unread: Unread) -> Reading[Rest]:
         return None
     unread.forget()
     yield CallStart(name)
-    is_whole = yield from told(Arguments, read_value(unread))
+    is_whole = yield from as_parts(Arguments, read_value(unread))
     return Content if is_whole else Arguments
 
 

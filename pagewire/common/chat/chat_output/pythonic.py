@@ -11,7 +11,7 @@ from pagewire.common.chat.chat_output.lexemes import read_name
 from pagewire.common.chat.chat_output.literals import json_of
 from pagewire.common.chat.chat_output.parameters import Parameters, values_in
 from pagewire.common.chat.chat_output.parts import Arguments, CallStart, Content
-from pagewire.common.chat.chat_output.unread import Reading, Unread, held
+from pagewire.common.chat.chat_output.unread import Reading, Unread, collected
 
 _LINE = "\n"
 # Python's spellings of the types for which they differ from JSON.
@@ -122,7 +122,7 @@ def _argument(unread: Unread) -> Generator[None, None, str]:
     pieces: list[str] = []
     depth = 0
     while True:
-        pieces.append((yield from held(unread.run(_PLAIN)))[0])
+        pieces.append((yield from collected(unread.run(_PLAIN)))[0])
         found = yield from unread.next()
         if not found or (depth == 0 and found in ",)]}"):
             return "".join(pieces)
@@ -134,7 +134,7 @@ def _argument(unread: Unread) -> Generator[None, None, str]:
 
 def _end_of_quotes(unread: Unread, quote: str, pieces: list[str]) -> Generator[None, None, None]:
     while True:
-        pieces.append((yield from held(unread.run(_IN_QUOTES[quote])))[0].translate(_UNESCAPED))
+        pieces.append((yield from collected(unread.run(_IN_QUOTES[quote])))[0].translate(_UNESCAPED))
         character = yield from unread.character()
         pieces.append(character)
         if character != "\\":

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from pagewire.common.chat.chat_output.literals import json_of
 from pagewire.common.chat.chat_output.parameters import Parameters, json_type, values_in
 from pagewire.common.chat.chat_output.parts import Arguments
-from pagewire.common.chat.chat_output.unread import Reading, Unread, held, told
+from pagewire.common.chat.chat_output.unread import Reading, Unread, as_parts, collected
 
 _TEXT = {"string"}
 NOTHING = {"type": "const_string", "value": ""}
@@ -27,7 +27,7 @@ class ArgumentTags(NamedTuple):
     def are_ahead(self, unread: Unread) -> Generator[None, None, bool]:
         return bool((yield from unread.ahead(self.begin, self.end_of_all)))
 
-    def tell(self, unread: Unread, parameters: Parameters | None) -> Reading[bool]:
+    def read(self, unread: Unread, parameters: Parameters | None) -> Reading[bool]:
         """Read the tagged arguments of a tool call, and yield them as pieces of a JSON object. Return whether the end
         tag of the arguments was read.
 
@@ -39,7 +39,7 @@ class ArgumentTags(NamedTuple):
         before = "{"
         marker = yield from unread.begins_with(self.begin, self.end_of_all)
         while marker.endswith(self.begin):
-            key, found = yield from held(unread.pieces_until((key_end,)))
+            key, found = yield from collected(unread.pieces_until((key_end,)))
             if not found:
                 yield Arguments(f'{before}"{_escaped(key)}')
                 return False
@@ -65,11 +65,11 @@ class ArgumentTags(NamedTuple):
         pieces = unread.pieces_until((*self.ends, f"\n{self.begin}", f"\n{self.end_of_all}"))
         if types <= _TEXT:
             yield Arguments('"')
-            marker = yield from told(lambda text: Arguments(_escaped(text)), pieces)
+            marker = yield from as_parts(lambda text: Arguments(_escaped(text)), pieces)
             if marker:
                 yield Arguments('"')
             return marker
-        text, marker = yield from held(pieces)
+        text, marker = yield from collected(pieces)
         yield Arguments(_typed(text, types) if marker else text)
         return marker
 

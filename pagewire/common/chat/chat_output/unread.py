@@ -15,7 +15,7 @@ _Result = TypeVar("_Result")
 # A generator that reads a construct, yields the parts found so far, and returns a result.
 Reading = Generator[OutputPart | None, None, _Result]
 PieceReading = Generator[str | None, None, _Result]
-Tell = Callable[[str], OutputPart]
+ToPart = Callable[[str], OutputPart]
 _NEWLINES = "\n"
 _SPACES = " \t\r\n"
 _ALL_TEXT = re.compile(".*", re.DOTALL)
@@ -64,14 +64,14 @@ class Unread:
         """Stop keeping a copy of the text that was read since the last tag, and delete the copy."""
         self._kept = None
 
-    def until(self, markers: tuple[str, ...], tell: Tell) -> Reading[str]:
+    def until(self, markers: tuple[str, ...], to_part: ToPart) -> Reading[str]:
         """Read the model's output up to and including the first of some markers (tags). Yield the text in front of the
-        marker as parts, which are built with `tell`.
+        marker as parts, which are built with `to_part`.
 
         Newlines directly in front of the marker are dropped. Return the marker, or an empty text if the output ends
         without one. Invariant: no marker is a prefix of another.
         """
-        return (yield from told(tell, self.pieces_until(markers, _NEWLINES)))
+        return (yield from as_parts(to_part, self.pieces_until(markers, _NEWLINES)))
 
     def thoughts(self, reading: Reading[str]) -> Reading[str]:
         """Run `reading`, and record the part of the model's output that it reads as reasoning. Return the marker that
@@ -243,9 +243,9 @@ def _search_of(markers: tuple[str, ...]) -> _Search:
     return _Search(pattern, markers, frozenset(marker[0] for marker in markers), max(map(len, markers)))
 
 
-def told(tell: Tell, reading: PieceReading[_Result]) -> Reading[_Result]:
+def as_parts(to_part: ToPart, reading: PieceReading[_Result]) -> Reading[_Result]:
     """Turn the text pieces of a reading (a generator that parses model output) into output parts, which are built with
-    `tell`. Return the result of the reading.
+    `to_part`. Return the result of the reading.
     """
     while True:
         try:
@@ -253,15 +253,15 @@ def told(tell: Tell, reading: PieceReading[_Result]) -> Reading[_Result]:
         except StopIteration as end:
             result: _Result = end.value
             return result
-        yield None if piece is None else tell(piece)
+        yield None if piece is None else to_part(piece)
 
 
 def read_content(unread: Unread) -> Reading[None]:
     """Read the rest of the model's output, and yield all of it as content."""
-    yield from told(Content, unread.run(_ALL_TEXT))
+    yield from as_parts(Content, unread.run(_ALL_TEXT))
 
 
-def held(reading: PieceReading[_Result]) -> Generator[None, None, tuple[str, _Result]]:
+def collected(reading: PieceReading[_Result]) -> Generator[None, None, tuple[str, _Result]]:
     """Run a reading (a generator that parses model output) to its end, and collect its pieces instead of passing them
     on. Return the collected text and the result of the reading.
     """

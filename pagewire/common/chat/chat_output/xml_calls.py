@@ -42,7 +42,7 @@ class XmlCalls(NamedTuple):
             return None
         unread.forget()
         yield CallStart(name)
-        yield from self.arguments.tell(unread, functions.get(name))
+        yield from self.arguments.read(unread, functions.get(name))
         return Content
 
     def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:

@@ -80,11 +80,11 @@ def changes_of(settings: TokenizerSettings, document: Mapping[str, Any], path: P
     special = (*settings.named.values(), *settings.extra)
     added += dict.fromkeys(token for token in special if str(token) not in texts)
     names = set(settings.texts().values())
-    tokens = [_final(token, names) for token in added if str(token)]
+    tokens = [_with_properties(token, names) for token in added if str(token)]
     # As in the tokenizers library, a text that has once been special is always removed from decoded texts.
     always = {token.content for token in (*present, *tokens) if token.special}
     tokens = [replace(token, special=token.content in always) for token in tokens]
-    again = [_final(text, names) for text in dict.fromkeys(map(str, special)) if text]
+    again = [_with_properties(text, names) for text in dict.fromkeys(map(str, special)) if text]
     parts, with_ids = None, settings.declared
     if kind.parts is not None:
         parts = kind.parts(settings.options, settings.texts().get("unk_token"))
@@ -93,7 +93,7 @@ def changes_of(settings: TokenizerSettings, document: Mapping[str, Any], path: P
     ids = tuple((token.content, token_id) for token_id, token in with_ids.items() if token.content)
     first = settings.texts().get("bos_token") if kind.adds_bos else None
     changes = TokenizerChanges(parts, tuple(tokens), tuple(again) if kind.adds_special else (), first, ids)
-    return changes if _matters(changes, document, own) else None
+    return changes if _have_effect(changes, document, own) else None
 
 
 def _own(document: Mapping[str, Any], path: Path) -> Iterator[tuple[int, DeclaredToken]]:
@@ -102,10 +102,10 @@ def _own(document: Mapping[str, Any], path: Path) -> Iterator[tuple[int, Declare
     for entry in entries if isinstance(entries, list) else [entries]:
         if not isinstance(entry, dict) or not is_whole(entry.get("id")):
             raise unserved(path, "added_tokens", entry, "a list of tokens with ids")
-        yield entry["id"], _final(token_of(entry, path, "added_tokens"), ())
+        yield entry["id"], _with_properties(token_of(entry, path, "added_tokens"), ())
 
 
-def _final(token: Token, names: Container[str]) -> DeclaredToken:
+def _with_properties(token: Token, names: Container[str]) -> DeclaredToken:
     """Return a tokenizer's token with all its properties set. Tokens in `names`, and tokens given only as a text, are
     special.
     """
@@ -115,7 +115,7 @@ def _final(token: Token, names: Container[str]) -> DeclaredToken:
     return replace(token, special=special, normalized=not special if token.normalized is None else token.normalized)
 
 
-def _matters(changes: TokenizerChanges, document: Mapping[str, Any], own: Mapping[int, DeclaredToken]) -> bool:
+def _have_effect(changes: TokenizerChanges, document: Mapping[str, Any], own: Mapping[int, DeclaredToken]) -> bool:
     """Return whether changes to a tokenizer.json have any effect. `own` has the added tokens of
     tokenizer.json by id.
     """
