@@ -52,8 +52,8 @@ BYTE_PIECES = (frozenset(f"<0x{byte:02X}>" for byte in range(0x100)), _byte_leve
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A literal text in a grammar: the output must contain exactly this text. With `is_any_case`, upper and lower case
-    both match.
+    """A literal text in a grammar, which an output must spell exactly where the grammar requires the text. With
+    `is_any_case`, upper and lower case both match.
     """
 
     text: str
@@ -151,8 +151,8 @@ def _character(found: re.Match[str]) -> str:
 
 
 def _literals_in_schema(schema: Any) -> Iterator[Literal]:
-    """Yield the literal texts that an output must spell to follow a JSON Schema: the names and fixed values in the
-    schema, as JSON, and the literal texts in the schema's patterns.
+    """Yield the literal texts that an output may have to spell to follow a JSON Schema: the names and fixed values in
+    the schema, as JSON, and the literal texts in the schema's patterns.
     """
     if not isinstance(schema, dict):
         return

@@ -225,8 +225,8 @@ def _ends(credentials: Credentials) -> str:
 
 
 def _certificates(file: NamedFile, pem: bytes) -> "list[x509.Certificate]":
-    """Return the certificates in the content of a PEM file. There is at least one. Raises ValueError if the content has
-    no valid certificate.
+    """Return the certificates in the content of a PEM file, at least one. Raises ValueError if the content has no valid
+    certificate.
     """
     from cryptography import x509
     from cryptography.utils import CryptographyDeprecationWarning
