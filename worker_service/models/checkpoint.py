@@ -25,68 +25,75 @@ FLOATS = {"F32": StoredFormat(torch.float32), "F16": StoredFormat(torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part to read from a checkpoint's tensor of shape `shape`, and the target tensor to fill. An empty `index`
-    means the whole tensor, which then has the shape of the target."""
+    """A request to read a tensor of a checkpoint, or a part of the tensor, into memory. `target` is the tensor to fill,
+    `shape` is the full shape of the checkpoint's tensor, and `index` selects the part. An empty `index` selects the
+    whole tensor, which then has the shape of the target."""
 
     target: Tensor
     shape: tuple[int, ...] = ()
     index: tuple[slice, ...] = ()
 
     def rows_and_columns(self) -> tuple[slice, ...]:
-        """Return the row slice and the column slice to read from a matrix."""
+        """Return the two slices, of rows and of columns, that this piece selects from a matrix in the checkpoint."""
         return (*self.index, slice(None), slice(None))[:2]
 
     def transposed(self) -> "Piece":
-        """Return the piece for a checkpoint that stores this matrix transposed."""
+        """Return the same piece for a checkpoint that stores this matrix transposed, as [inputs, outputs]."""
         index = self.index and (*self.index, slice(None))[1::-1]
         return replace(self, target=self.target.t(), shape=self.shape[::-1], index=index)
 
 
 class Tensors(ABC):
-    """A source of a model's weights, by name. A weight of the model may be stored as several tensors. By default a
-    weight is one tensor of floats, and it is read directly into its target."""
+    """A source of a model's weights, which are requested by name; for example a checkpoint directory or a GGUF file. A
+    quantised weight may be stored as several tensors. By default a weight is one tensor of floats, and it is read
+    directly into its target."""
 
     names: frozenset[str]  # tensors known in advance; each of them must have a place in the model
     # Names of the formats of quantised weights, for log lines; empty: no weight is quantised.
     formats: tuple[str, ...] = ()
 
     def stored_names(self, name: str) -> frozenset[str]:
-        """Return the names of the tensors that store a weight, whether or not they exist."""
+        """Return the names of the checkpoint tensors that store the weight `name`. The tensors need not exist."""
         return frozenset((name,))
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
-        """Return the format in which a weight with `in_size` inputs can be kept in memory. Return None if the weight is
-        missing, or if its format cannot be kept, for example because `in_size` would cut a group."""
+        """Return the format in which a weight with `in_size` inputs can be kept in memory without conversion. Return
+        None if the weight is missing, or if its format cannot be kept. For example, `in_size` may not be a multiple of
+        the number of inputs that share a scale."""
         return None
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """Return the most memory in bytes, besides the target, needed to read a weight with `num_elements` elements."""
+        """Return an upper bound on the temporary memory, in bytes, needed to read a weight with `num_elements`
+        elements. The memory of the target tensor is not included."""
         return 0
 
     @abstractmethod
     def check(self, name: str, piece: Piece) -> None:
-        """Raise CheckpointError if no stored weight fits the piece, and ValueError if the weight cannot be cut as
-        requested. The target of the piece may be without memory (a meta tensor)."""
+        """Check, before anything is loaded, that the source can fill the target of a piece. Raise CheckpointError if
+        the weight is missing or has another shape or dtype, and ValueError if the weight cannot be cut at the bounds of
+        the piece. The target may be a meta tensor, which has no memory."""
 
     @abstractmethod
     def copy(self, name: str, piece: Piece) -> None:
-        """Fill the target of a piece that has passed `check`. Raises CheckpointError if a file cannot be read."""
+        """Read a weight, or a part of it, into the target of `piece`, with conversion to the target's dtype. The piece
+        must have passed `check`. Raises CheckpointError if a file cannot be read."""
 
     def quantized(self, name: str, piece: Piece) -> StoredWeight:
-        """Return the part of a quantised weight that a piece describes. The piece must have passed `check`; its target
-        is not written. If groups of codes cannot represent the weight, the result is in float32, even though `format`
-        reports another format."""
+        """Return a weight, or the part of the weight that `piece` selects, in quantised form. The piece must have
+        passed `check`, and its target is not written. If groups of codes cannot represent the weight, the result is in
+        float32, even though `format` reports another format."""
         raise AssertionError(f"{name} is not quantised")
 
 
 class Checkpoint(Tensors):
-    """The tensors of a checkpoint directory, by name. Opening it reads only the headers; each tensor is read on
-    request."""
+    """The weights of a checkpoint directory with safetensors files, requested by name. The constructor reads only the
+    headers of the files. Each tensor is read on request."""
 
     def __init__(self, path: Path, stacks: Stacks | None = None) -> None:
-        """Read the headers of all tensors in the directory `path`. `stacks` describes tensors that may contain the
-        weights of all experts; each expert's part gets a name of its own. Raises CheckpointError if there are no
-        safetensors files, if the index names a missing file, or if a file is not safetensors."""
+        """Read the headers of all tensors in the directory `path`. Some checkpoints store the weights of all experts of
+        a layer stacked in one tensor. `stacks` describes such tensors, and each expert's part gets a name of its own.
+        Raises CheckpointError if there are no safetensors files, if the index names a missing file, or if a file is not
+        safetensors."""
         self.path = path
         self._headers = read_headers(path)
         unstacked = {
@@ -103,7 +110,8 @@ class Checkpoint(Tensors):
         return self._headers[name] if part is None else part.header(self._headers[part.stack])
 
     def described(self, name: str) -> str:
-        """Return a tensor's name as it appears in the files, whether or not the tensor exists."""
+        """Return the name of the tensor in the files that contains the weight `name`, for error messages. The tensor
+        need not exist."""
         part = self._part(name)
         return name if part is None else part.describe()
 
@@ -111,18 +119,20 @@ class Checkpoint(Tensors):
         return None if name in self._headers else find_part(self._stacks, name)
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
-        """Return the format in which a weight with `in_size` inputs can be kept in memory. See `Tensors.format`."""
+        """Return the float format in which the checkpoint stores a weight, so that the weight can be kept without
+        conversion. Return None if the weight is missing or is not stored as floats."""
         return FLOATS.get(self.header(name).dtype) if name in self.names else None
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """Return the most memory in bytes, besides the target, needed to read a weight with `num_elements` elements.
-        See `Tensors.working_bytes`. Files are read directly into their targets, except for interleaved projections."""
+        """Return an upper bound on the temporary memory, in bytes, needed to read a weight with `num_elements`
+        elements. It is 0 for most weights, which are read directly into their targets. Weights of stacked experts with
+        interleaved projections need memory for a float32 copy."""
         part = self._part(name)
         return 0 if part is None else part.num_turns * num_elements * torch.float32.itemsize
 
     def check(self, name: str, piece: Piece) -> None:
-        """Raise CheckpointError if no stored weight fits the piece, and ValueError if the weight cannot be cut as
-        requested. See `Tensors.check`."""
+        """Raise CheckpointError unless the checkpoint has a float tensor with this name and with the shape that `piece`
+        expects."""
         expected = list(piece.shape or piece.target.shape)
         described = self.described(name)
         if name not in self.names:
@@ -138,15 +148,16 @@ class Checkpoint(Tensors):
             )
 
     def copy(self, name: str, piece: Piece) -> None:
-        """Read a tensor, or the requested part of it, into the piece's target, with conversion to the target's dtype
-        and device.
+        """Read a tensor, or the part that the piece selects, into the piece's target, and convert it to the target's
+        dtype and device.
 
         The piece must have passed `check`. Raises CheckpointError if the file cannot be read.
         """
         piece.target.copy_(self.read(name, piece.index))
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        """Return an existing tensor, or a part of it. Raises CheckpointError if the file cannot be read."""
+        """Read an existing tensor from its safetensors file, or only the part that `index` selects, and return it on
+        the CPU. Raises CheckpointError if the file cannot be read."""
         part = self._part(name)
         stored = name if part is None else part.stack
         stored_index = index if part is None else part.index(self._headers[stored], index)
@@ -164,8 +175,8 @@ class Checkpoint(Tensors):
 
     @staticmethod
     def _open(file: Path) -> Any:
-        """Open a safetensors file. It is opened again for each read, because an open file keeps all data read from it
-        in memory."""
+        """Open a safetensors file. The file is opened again for each read, because an open file keeps all data read
+        from it in memory. Raises CheckpointError if the file is missing or incomplete."""
         try:
             return safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
@@ -173,7 +184,8 @@ class Checkpoint(Tensors):
 
 
 class DummyTensors(Tensors):
-    """Random weights for any model, to measure speed without a checkpoint. Every start draws the same weights.
+    """Random weights for any model, to measure speed without a checkpoint. Every start of the worker draws the same
+    weights.
 
     The weights have the dtype in which the model computes. Scales of norms are 1 and biases are 0. All other weights
     are normally distributed with a standard deviation of 0.02, the initialization of GPT-2 (Radford et al., 2019), so
@@ -186,10 +198,11 @@ class DummyTensors(Tensors):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def check(self, name: str, piece: Piece) -> None:
-        """Accept every piece, since any weight can be drawn."""
+        """Accept every piece, since a random weight of any shape can be drawn."""
 
     def copy(self, name: str, piece: Piece) -> None:
-        """Fill the piece's target in place with random values."""
+        """Fill the piece's target in place: with normally distributed values for a matrix, 1 for the scale of a norm,
+        and 0 for a bias."""
         target = piece.target
         if target.dim() == 1:
             target.fill_(1.0 if name.endswith(".weight") else 0.0)

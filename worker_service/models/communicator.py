@@ -35,7 +35,8 @@ _EPOCH_FILE = "epoch-"
 
 
 class Communicator(Protocol):
-    """One of `size` ranks that compute one model together. Every rank calls the same methods in the same order."""
+    """The connection of one rank to the other ranks that compute one model together (tensor parallelism). There are
+    `size` ranks, and every rank calls the same methods in the same order."""
 
     @property
     def rank(self) -> int:
@@ -46,18 +47,20 @@ class Communicator(Protocol):
         """The number of ranks."""
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch. Any other rank may be a new process from now on."""
+        """Begin an epoch, which is one pairing of a scheduler with the workers of the model. From now on, any other
+        rank may be a new process."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of the tensors `x` of all ranks, which have one shape. The sum may be written to `x`."""
+        """Return the elementwise sum of the tensors `x` of all ranks. The tensors must have the same shape. The sum may
+        be written to `x`."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate the tensors `x` of all ranks, [R, L] each, along the columns in the order of the ranks. The
-        result is [R, size * L] and has the same bits on every rank."""
+        """Concatenate the tensors `x` of all ranks, each of shape [R, L], along the columns in the order of the ranks.
+        Return a tensor of shape [R, size * L] that has the same bits on every rank."""
 
 
 class SingleRank:
-    """The communicator of a model that one rank computes alone."""
+    """A `Communicator` for a model that a single process computes alone. Its methods do not communicate."""
 
     rank = 0
     size = 1
@@ -73,17 +76,17 @@ class SingleRank:
 
 
 class RankGroup:
-    """A `Communicator` for several ranks. Before the first epoch, each rank computes alone: `all_reduce` returns its
-    input, and `all_gather` repeats it.
+    """A `Communicator` for several ranks (tensor parallelism), built on torch.distributed. Before the first epoch each
+    rank computes alone: `all_reduce` returns its input, and `all_gather` repeats its input once for each rank.
 
-    If a rank is lost, calls on the other ranks raise an error: at once if the lost rank's connections close, otherwise
-    after a timeout. NCCL terminates the process instead.
+    If a rank's process is lost, calls on the other ranks raise an error. They do so at once if the connections of the
+    lost rank close, and otherwise after a timeout. On a GPU, NCCL terminates the process instead.
     """
 
     def __init__(self, rank: int, size: int, address: str, listen_host: str, device: torch.device) -> None:
-        """Create rank `rank` of `size` ranks. `address` is where the ranks meet: HOST:PORT of rank 0's store, which
-        listens on `listen_host`, or file:DIRECTORY. Raises OSError if the directory does not exist or rank 0 cannot
-        listen."""
+        """Create the communicator of rank `rank` of `size` ranks. `address` is the place where the ranks meet. It is
+        HOST:PORT of rank 0's store, which listens on `listen_host`, or file:DIRECTORY. Raises OSError if the directory
+        does not exist or rank 0 cannot listen."""
         self.rank = rank
         self.size = size
         self._device = device
@@ -96,7 +99,8 @@ class RankGroup:
         self._group: Any = None
 
     def begin(self, epoch: int) -> None:
-        """Leave the process group of the previous epoch. A rank that still waits in that group gets an error."""
+        """Leave the process group of the previous epoch. A rank that still waits for other ranks in that process group
+        gets an error."""
         if self._group is not None and self._device.type == "cuda":
             self._group.abort()
         self._group = None
@@ -143,20 +147,23 @@ class RankGroup:
 
 
 class RankStore(Protocol):
-    """Gives the ranks a store for each epoch, through which they form a process group."""
+    """A source of torch.distributed key-value stores, one for each epoch. Through such a store, the ranks find each
+    other and form a process group."""
 
     def of_epoch(self, epoch: int) -> Any:
-        """Return a torch.distributed.Store that is empty until a rank writes to it in this epoch."""
+        """Return the torch.distributed.Store of an epoch. The store is empty until a rank writes to it in this
+        epoch."""
 
     def own_address(self) -> str:
-        """Return the address of the interface on which the other ranks reach this rank."""
+        """Return the IP address of the network interface on which the other ranks reach this rank."""
 
 
 class FileRankStore:
-    """A `RankStore` with one file per epoch, in a directory to which only the ranks may write."""
+    """A `RankStore` that keeps one file per epoch in a directory. Only the ranks may have permission to write to the
+    directory."""
 
     def __init__(self, directory: Path) -> None:
-        """Use the files in `directory`. Raises OSError if the directory does not exist."""
+        """Use `directory` for the files of all epochs. Raises OSError if the directory does not exist."""
         if not directory.is_dir():
             raise OSError(f"the ranks' directory {directory} does not exist; see --tensor-parallel-address")
         self._directory = directory
@@ -176,11 +183,11 @@ class FileRankStore:
 
 
 class TcpRankStore:
-    """A `RankStore` in the process of rank 0, which the other ranks reach over TCP."""
+    """A `RankStore` that runs in the process of rank 0. The other ranks connect to rank 0 over TCP."""
 
     def __init__(self, rank: int, address: str, listen_host: str) -> None:
-        """Use the store at `address`, HOST:PORT of rank 0. Rank 0 begins to listen on `listen_host`. Raises OSError if
-        rank 0 cannot listen."""
+        """Use the store of rank 0 at `address`, in the form HOST:PORT. If `rank` is 0, begin to listen on the interface
+        `listen_host`. Raises OSError if rank 0 cannot listen."""
         host, port = address.rsplit(":", 1)
         self._host = host.strip("[]")
         self._port = int(port)
@@ -194,7 +201,7 @@ class TcpRankStore:
         return dist.PrefixStore(f"epoch {epoch}", store)
 
     def own_address(self) -> str:
-        """Return the address of the interface that leads to rank 0."""
+        """Return the IP address of the network interface through which this rank reaches rank 0."""
         family, kind, _, _, target = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # sends nothing
@@ -202,8 +209,8 @@ class TcpRankStore:
 
 
 def _serve(host: str, port: int) -> Any:
-    """Return a store that listens only on `host` and `port`; the socket that torch opens would listen on every
-    interface. Raises OSError if the address is not available."""
+    """Return a torch.distributed.TCPStore that listens only on `host` and `port`. If torch opened the socket itself,
+    the store would listen on every interface. Raises OSError if the address is not available."""
     if host == "::" and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -33,7 +33,8 @@ from worker_service.models.torch_operations import Attend, Operations
 
 
 class Outputs(NamedTuple):
-    """The outputs of a model for a step of T tokens. Logits are computed for R of these tokens."""
+    """The outputs of a model for one forward pass over T tokens. Logits are computed for only R of these tokens,
+    usually the last token of each sequence."""
 
     hidden: Tensor  # [T, hidden_size], the final hidden states
     logits: Tensor  # [R, vocab_size] float32
@@ -42,7 +43,8 @@ class Outputs(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A weight of the model and the object that stores it. Each expert's weight has a place of its own."""
+    """A weight of the model, together with the module that stores the weight. Each expert's weight has a `Place` of its
+    own."""
 
     name: str  # of the weight in the model
     weight: Any  # a weight description from `pagewire.network.operations`
@@ -51,11 +53,11 @@ class Place(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A model, or one rank's part of it: from token ids to final hidden states to logits.
+    """A language model, or one rank's part of it, that computes final hidden states and logits from token ids.
 
-    Each weight is stored in a module with its name in the checkpoint, except for the head, whose module is named
-    "head". After the weights are loaded, `bind` makes the model ready to compute. Callers must run it under
-    `torch.inference_mode`.
+    Each weight is stored in a submodule with the weight's name in the checkpoint, except for the LM head, whose
+    submodule is named "head". After the weights are loaded, `bind` makes the model ready to compute. Callers must run
+    the model under `torch.inference_mode`.
     """
 
     head: Linear
@@ -99,12 +101,12 @@ class Decoder(nn.Module):
 
     @property
     def embedding(self) -> Any:
-        """The holder of the embedding: an `Embedding`, or a `Linear` such as the head."""
+        """The module that stores the embedding table: an `Embedding`, or a `Linear` such as a tied LM head."""
         return self.holders[embedding_of(self.network.operations)]
 
     def keep_float32(self) -> None:
-        """Convert the weights that are always computed with in float32 back to float32, whatever the dtype of the
-        model."""
+        """Convert back to float32 the weights that the model always uses in float32. Call this after the model was
+        converted to another dtype."""
         for name, weight, holder, _ in self.places:
             if type(weight) is Vector and weight.is_float32:
                 self.get_parameter(name).data = self.get_parameter(name).data.float()
@@ -112,7 +114,8 @@ class Decoder(nn.Module):
                 holder.float()
 
     def bind(self) -> None:
-        """Connect the operations with their loaded weights. Call it once, after loading."""
+        """Replace the weight names in the model's operations with the loaded weights, so that `forward` can run. Call
+        this once, after loading."""
         for weight in self.holders:
             if type(weight) is Vector:
                 self.holders[weight] = self._values(weight)
@@ -127,8 +130,8 @@ class Decoder(nn.Module):
         return values.add_(1) if vector.adds_one else values
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the final hidden states [T, hidden_size] of a flat batch. `token_ids` and `positions` are [T]
-        int64."""
+        """Return the final hidden states, [T, hidden_size], of a flat batch of T tokens. `token_ids` and `positions`
+        are [T] int64, and `attend` computes attention over the KV cache."""
         step = Step(self, token_ids, positions, attend)
         for operation, released in self._steps:
             step.run_operation(operation)
@@ -137,10 +140,10 @@ class Decoder(nn.Module):
         return step.buffers[self._head.input]
 
     def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
-        """Compute a step and return the hidden states and logits.
+        """Run one forward pass and return the hidden states of all tokens and the logits of the selected tokens.
 
-        `token_ids` and `positions` are [T] int64. `logit_rows` [R] int64 selects the tokens for which logits are
-        computed.
+        `token_ids` and `positions` are [T] int64. `logit_rows` [R] int64 contains the indexes of the tokens for which
+        logits are computed. `attend` computes attention over the KV cache.
         """
         hidden = self.forward(token_ids, positions, attend)
         began_ns = time.perf_counter_ns()
@@ -152,15 +155,15 @@ class Decoder(nn.Module):
         return Outputs(hidden, logits, None, {"head": time.perf_counter_ns() - began_ns})
 
     def tables_digest(self, slopes: Sequence[float]) -> str:
-        """Return the SHA-256 in hexadecimal of the tables that were computed from config.json alone while the model
-        loaded: cosines and sines of all positions, and the ALiBi `slopes` of all heads. All ranks return the same
-        digest."""
+        """Return a SHA-256, in hexadecimal, of all tables that were computed from config.json and not read from the
+        checkpoint. These tables are the cosines and sines of all positions and the ALiBi `slopes` of all heads. All
+        ranks must return the same digest."""
         digests = [rope.digest for rope in self.ropes]
         return hashlib.sha256(b"".join([*digests, *(struct.pack("<d", slope) for slope in slopes)])).hexdigest()
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the logits of hidden states: [R, hidden_size] -> [R, vocab_size] float32. `out` is a dense tensor to
-        write them to; None allocates memory."""
+        """Return the float32 logits, [R, vocab_size], of final hidden states, [R, hidden_size]. The logits are written
+        to the dense tensor `out`, or to new memory if `out` is None."""
         if self.communicator.size == 1:
             logits = self.head.multiply_to_float32(hidden, out)
         else:
@@ -190,8 +193,8 @@ _HOLDERS: dict[type, Callable[[Any, Operations], nn.Module | nn.Parameter]] = {
 
 
 def _place(root: nn.Module, name: str, holder: nn.Module | nn.Parameter) -> None:
-    """Register the holder of a weight under its dotted name, and create the intermediate modules that do not exist
-    yet."""
+    """Register the module or parameter of a weight under its dotted name in `root`, and create the intermediate modules
+    that do not exist yet."""
     *path, last = name.split(".")
     for part, following in pairwise([*path, last]):
         if not hasattr(root, part):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Step:
-    """The inputs and buffers of one forward pass over T tokens."""
+    """The inputs and intermediate buffers of one forward pass over T tokens."""
 
     model: "Decoder"
     token_ids: Tensor  # [T] int64
@@ -52,13 +52,14 @@ class Step:
     _looked_up: dict[object, Any] = field(default_factory=dict)
 
     def run_operation(self, operation: Any) -> None:
-        """Run an operation and store its result in its output buffer. The result of an `Add` replaces its input."""
+        """Run one operation of the model and store its result in the operation's output buffer. An `Add` has no output
+        buffer: its result replaces its input."""
         name = operation.input if type(operation) is Add else operation.output
         self.buffers[name] = _FUNCTIONS[type(operation)](operation, self)
 
     def at_positions(self, table: Callable[[Tensor], Any]) -> Any:
-        """Return the values of a table at the step's positions. The result is cached, because several layers need
-        it."""
+        """Return the rows of a position table, such as cosines and sines, at the positions of the step's tokens. The
+        result is cached for the rest of the step, because several layers need it."""
         if table not in self._looked_up:
             self._looked_up[table] = table(self.positions)
         return self._looked_up[table]

@@ -61,7 +61,8 @@ _WORKING_BYTES = 16  # temporary bytes per element: the code and its group's par
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The place in the file of a tensor of a checkpoint directory: a whole tensor, or one expert's rows of a tensor."""
+    """The location, in a GGUF file, of a tensor that a checkpoint directory would store separately. The location is a
+    whole tensor of the file, or the rows of one expert in a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,10 +70,11 @@ class _Source:
 
 
 class GgufCheckpoint(Tensors):
-    """The tensors of a GGUF file, by name. Opening it reads only the header; each tensor is read on request."""
+    """The weights of a GGUF file, requested by their names in checkpoint directories. The constructor reads only the
+    header of the file. Each tensor is read on request."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header of the file `path`. Raises CheckpointError if the file is not supported."""
+        """Read the header of the GGUF file `path`. Raises CheckpointError if the file is not a supported GGUF file."""
         self._file = open_gguf(path)
         architecture = self._file.metadata.get("general.architecture", "")
         self._gguf_names = _gguf_names(architecture)
@@ -87,24 +89,27 @@ class GgufCheckpoint(Tensors):
         self._turned_rows = config_json(self._file)["head_dim"] if architecture == "llama" else 0
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
-        """Return the format in which a weight with `in_size` inputs can be kept in memory. See `Tensors.format`."""
+        """Return the format in which a weight with `in_size` inputs can be kept in memory as the file stores it. Return
+        None if the weight is missing or `in_size` is not a multiple of the group size."""
         layout = BLOCKS.get(self._type_name(name))
         if layout is None:
             return FLOATS.get(self._type_name(name))
         return layout.format if in_size % layout.format.group_size == 0 else None
 
     def quantized(self, name: str, piece: Piece) -> StoredWeight:
-        """Return the part of a quantised weight that a piece describes. See `Tensors.quantized`."""
+        """Read a quantised weight, or the rows and columns that `piece` selects, without conversion to floats. Raises
+        CheckpointError if the file cannot be read or a scale is not finite."""
         row_index, columns = piece.rows_and_columns()
         return StoredWeight.join([rows.cut(columns) for _, rows in self._rows(name, row_index)])
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """Return the most memory in bytes, besides the target, needed to read a weight with `num_elements` elements."""
+        """Return an upper bound on the temporary memory, in bytes, needed to read a weight with `num_elements`
+        elements. Weights are read in chunks, so the bound does not grow with large weights."""
         return _WORKING_BYTES * min(num_elements, _MAX_CHUNK)
 
     def check(self, name: str, piece: Piece) -> None:
-        """Raise CheckpointError if no stored weight fits the piece, and ValueError if the weight cannot be cut as
-        requested. See `Tensors.check`."""
+        """Raise CheckpointError unless the file has a tensor of this name, with the shape that `piece` expects and a
+        supported type. Quantised types are supported only for matrices."""
         expected = list(piece.shape or piece.target.shape)
         if name not in self._sources:
             raise CheckpointError(
@@ -126,7 +131,8 @@ class GgufCheckpoint(Tensors):
             )
 
     def copy(self, name: str, piece: Piece) -> None:
-        """Read a tensor, or the rows of a part of it, into the piece's target, with conversion to its dtype and device.
+        """Read a tensor, or the part that `piece` selects, into the piece's target. The values are dequantised and
+        converted to the target's dtype and device.
 
         The piece must have passed `check`. Raises CheckpointError if the file cannot be read, or if a scale is not
         finite.
@@ -136,10 +142,11 @@ class GgufCheckpoint(Tensors):
             piece.target[place].copy_(rows.dequantized()[(slice(None), *columns)])
 
     def _rows(self, name: str, index: slice) -> Iterator[tuple[slice, StoredWeight]]:
-        """Yield the rows `index` of a tensor in chunks, as stored, each with its position relative to the start of
-        `index`.
+        """Read the rows `index` of a tensor in chunks, without conversion to floats. Yield each chunk and its slice,
+        which is relative to the start of `index`.
 
-        For query and key projections, `index` must cover whole heads. Raises CheckpointError as `copy` does.
+        For query and key projections, `index` must cover whole heads. Raises CheckpointError if the file cannot be read
+        or a scale is not finite.
         """
         source = self._sources[name]
         own_name, shape = source.name, source.shape
@@ -165,8 +172,8 @@ class GgufCheckpoint(Tensors):
     def _decode(
         self, own_name: str, element_type: ElementType, buffer: bytearray, shape: tuple[int, ...], head_dim: int
     ) -> StoredWeight:
-        """Decode whole rows. If `head_dim` is not 1, convert the heads from interleaved pairs to pairs of two
-        halves."""
+        """Decode the bytes of whole rows of a tensor. If `head_dim` is not 1, reorder the rows of each attention head
+        from interleaved rotary pairs to half-split pairs."""
         if not element_type.is_quantized:
             rows = _halved(torch.frombuffer(buffer, dtype=FLOATS[element_type.name].element).view(shape), head_dim)
             # The file stores 1 + w; adding 1 again later restores the stored value bit for bit.
@@ -177,11 +184,13 @@ class GgufCheckpoint(Tensors):
         return weight.with_each(lambda rows: _halved(rows, head_dim))
 
     def _type_name(self, name: str) -> str:
-        """Return the name of a tensor's type, or an empty string if the tensor does not exist."""
+        """Return the name of a tensor's GGUF element type, such as "Q4_K", or an empty string if the tensor does not
+        exist."""
         return self._file.tensors[self._sources[name].name].type_name if name in self._sources else ""
 
     def _found_in(self, own_name: str) -> Iterator[tuple[str, _Source]]:
-        """Yield the tensors that a tensor of the file contains: itself, or one tensor for each expert."""
+        """Yield the names and locations of the weights that one tensor of the file contains. A tensor contains itself
+        or, if it stacks the experts of a layer, one weight for each expert."""
         name, shape = self._our_name(own_name), self._file.tensors[own_name].shape
         if "{expert}" not in name or len(shape) != (2 if own_name.endswith(".bias") else 3):
             yield name, _Source(own_name, shape)
@@ -190,8 +199,8 @@ class GgufCheckpoint(Tensors):
             yield name.format(expert=expert), _Source(own_name, shape[1:], expert * shape[1])
 
     def _our_name(self, own_name: str) -> str:
-        """Return the checkpoint directory's name for a tensor of the file, or the same name if it has no
-        counterpart."""
+        """Return the name in checkpoint directories of a tensor of the GGUF file. A tensor without a counterpart keeps
+        its GGUF name."""
         module, _, kind = own_name.rpartition(".")
         match = re.fullmatch(r"blk\.(\d+)\.(.+)", own_name)
         if match is None:
@@ -200,7 +209,7 @@ class GgufCheckpoint(Tensors):
         return f"model.layers.{layer}.{self._checkpoint_names[part]}" if part in self._checkpoint_names else own_name
 
     def _own_name(self, name: str) -> str:
-        """Return the GGUF name of a tensor of a checkpoint directory."""
+        """Return the name in the GGUF file of a tensor that has the name `name` in checkpoint directories."""
         module, _, kind = name.rpartition(".")
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if match is None:
@@ -211,7 +220,7 @@ class GgufCheckpoint(Tensors):
 
 
 def _gguf_names(architecture: str) -> dict[str, str]:
-    """Return the GGUF names of a layer's tensors for an architecture, keyed by their names in checkpoint
+    """Return, for a GGUF architecture, the GGUF names of the tensors of a layer, keyed by their names in checkpoint
     directories."""
     modules = {**_LAYER_MODULES, **_OTHER_LAYER_MODULES.get(architecture, {})}
     # If two GGUF names map to one module, the architecture's own name comes last and wins.
@@ -222,8 +231,9 @@ def _gguf_names(architecture: str) -> dict[str, str]:
 
 
 def _halved(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of whole heads from neighbouring pairs, (0, 1), (2, 3) and so on, to pairs of two halves. If
-    `head_dim` is 1, the rows stay as they are."""
+    """Reorder the rows of whole attention heads for rotary embedding. In the input, pairs of rows are neighbours: (0,
+    1), (2, 3) and so on. In the result, row i of a head is paired with row i + head_dim / 2. If `head_dim` is 1, the
+    rows are returned unchanged."""
     if head_dim == 1:
         return rows
     heads = rows.unflatten(0, (-1, head_dim // 2, 2))

@@ -16,9 +16,9 @@ KeptProduct = Callable[[Tensor | None], Product]
 
 
 class Linear(nn.Module):
-    """A `Projection` without experts, or of a single expert: x W^T + b.
+    """A linear layer, x W^T + b, that is not an expert layer or that belongs to one expert.
 
-    Call `finish_loading` after the weights are loaded.
+    Call `finish_loading` after the weights are loaded. It prepares the weight for matrix multiplication.
     """
 
     def __init__(self, projection: Projection, operations: Operations) -> None:
@@ -35,8 +35,8 @@ class Linear(nn.Module):
         self._operations = operations
 
     def finish_loading(self, dtype: torch.dtype, kept: KeptProduct | None = None) -> None:
-        """Hand the weight over to a `Product`; later calls do nothing. `dtype` is the dtype in which the model
-        computes. If `kept` is given, it already has the packed weight."""
+        """Prepare the loaded weight for matrix multiplication in `dtype`, the dtype in which the model computes.
+        `kept`, if given, supplies a weight that an earlier start already packed. Later calls do nothing."""
         if self.weight is None or self.product is not None:
             return
         self._dtype = dtype = torch.float32 if self.projection.is_float32 else dtype
@@ -51,7 +51,8 @@ class Linear(nn.Module):
         self.weight = weight if self.projection.has_row_lookup and not self.product.has_row_lookup else None
 
     def release_weight(self) -> StoredWeight:
-        """Return the weight with its rows in the order of the outputs, and release it from this layer."""
+        """Return the weight of this layer, with its rows in the order of the outputs. The layer keeps no reference, so
+        that the caller can free the memory."""
         assert self.weight is not None
         weight = StoredWeight.join(self._parts or [StoredWeight(self.weight.data)])
         self.weight, self._parts = None, []
@@ -59,36 +60,41 @@ class Linear(nn.Module):
         return weight[torch.tensor(order)] if order else weight
 
     def added_bias(self) -> Tensor | None:
-        """Return the bias that the product adds, or None."""
+        """Return the bias that this layer adds, in the order of the outputs. Return None if the layer has no bias or
+        another rank adds the bias."""
         if self.bias is None or not self.projection.adds_bias:
             return None
         order = self.projection.row_order
         return self.bias.data[torch.tensor(order)] if order else self.bias.data
 
     def add_part(self, weight: StoredWeight) -> None:
-        """Append the quantised weight of the next part, which replaces the corresponding rows of `weight`."""
+        """Append the quantised weight of the next merged projection, for example of K after Q. Such parts replace the
+        corresponding rows of the float parameter `weight`."""
         self._parts.append(weight)
 
     def lookup_rows(self, indexes: Tensor) -> Tensor:
-        """Return rows of the weight by index, in the model's dtype: [T] int64 -> [T, in_size]."""
+        """Return rows of the weight matrix by index, in the model's dtype, so that the LM head can also serve as the
+        embedding: [T] int64 -> [T, in_size]."""
         if self.weight is not None:
             return _rows(self.weight, self._dtype, indexes)
         assert self.product is not None
         return self.product.lookup_rows(indexes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x W^T + b: [T, in_size] -> [T, sum(out_sizes)]."""
+        """Return x W^T + b for activations x: [T, in_size] -> [T, sum(out_sizes)]."""
         assert self.product is not None
         return self.product(x)
 
     def multiply_to_float32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the output in float32: [T, in_size] -> [T, sum(out_sizes)]. See `Product.to_float32`."""
+        """Return x W^T in float32, used for logits: [T, in_size] -> [T, sum(out_sizes)]. The result is written to the
+        dense tensor `out`, or to new memory if `out` is None."""
         assert self.product is not None
         return self.product.to_float32(x, out)
 
 
 class ExpertLinear(nn.ModuleList):
-    """The `Linear` layers of all experts, which have equal sizes. See `ExpertProduct` for the multiplication."""
+    """One projection of a mixture-of-experts layer: the `Linear` layers of all experts, which have equal sizes. Each
+    token is multiplied only by the weights of its chosen experts."""
 
     def __init__(self, linears: Sequence[Linear], operations: Operations) -> None:
         super().__init__(linears)
@@ -97,13 +103,14 @@ class ExpertLinear(nn.ModuleList):
         self._operations = operations
 
     def num_bytes(self) -> int:
-        """Return the bytes of the weights that are not quantised."""
+        """Return the size in bytes of all experts' weights that are not quantised."""
         linears = [linear for linear in self.linears if not linear.format.group_size]
         return sum(linear.weight.nbytes for linear in linears if linear.weight is not None)
 
     def allocate(self, device: torch.device) -> dict[int, Tensor]:
-        """Allocate memory for the parameters and return it by their ids. The parameters of all experts share one
-        allocation, so that `stack` needs no copy."""
+        """Allocate memory for the parameters of all experts, and return the memory of each parameter by the `id` of the
+        parameter. All weights lie in one allocation, and so do all biases, so that `stack` needs no copy. Quantised
+        weights get no memory here."""
         memory: dict[int, Tensor] = {}
         linears = [linear for linear in self.linears if not linear.format.group_size]
         for parameters in ([linear.weight for linear in linears], [linear.bias for linear in self.linears]):
@@ -114,8 +121,8 @@ class ExpertLinear(nn.ModuleList):
         return memory
 
     def finish_loading(self, dtype: torch.dtype) -> None:
-        """Hand the weights over to one product for all experts. Quantised weights already have a product for each
-        expert; these products are joined."""
+        """Prepare the loaded weights of all experts for matrix multiplication, as one object. Quantised weights have
+        already been prepared for each expert, and are joined here."""
         products = [linear.product for linear in self.linears if linear.product is not None]
         if products:
             assert len(products) == len(self)
@@ -129,14 +136,16 @@ class ExpertLinear(nn.ModuleList):
         self.product = self._operations.prepare_experts(weights, stack(added) if added else None, dtype)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Multiply each slot by its expert's weight. `x` is [T, in_size] or [T * num_chosen, in_size], `ids` is [T,
-        num_chosen]; the result is [T * num_chosen, sum(out_sizes)]."""
+        """Multiply each token by the weights of its chosen experts. A slot is one pair of token and chosen expert. `x`
+        has one row per token, [T, in_size], or one row per slot, [T * num_chosen, in_size]. `ids` [T, num_chosen]
+        contains the experts of each token. Return one row per slot, [T * num_chosen, sum(out_sizes)]."""
         assert self.product is not None
         return self.product(x, ids)
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack tensors as `torch.stack` does, but without a copy if they are adjacent in one allocation."""
+    """Stack tensors of equal shape along a new first dimension, as `torch.stack` does. If the tensors are adjacent in
+    one allocation, return a view and do not copy."""
     first, size = tensors[0], tensors[0].nbytes
     are_neighbours = all(
         tensor.is_contiguous()
@@ -150,7 +159,8 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """A table with one row of weights for each index. Its memory is uninitialized until the weights are loaded."""
+    """An embedding table: a weight with one row for each token id or position. Its memory is uninitialized until the
+    weights are loaded."""
 
     def __init__(self, num_embeddings: int, size: int) -> None:
         super().__init__()
@@ -159,11 +169,11 @@ class Embedding(nn.Module):
         self._dtype = torch.float32
 
     def finish_loading(self, dtype: torch.dtype) -> None:
-        """Set the dtype of the rows that `lookup_rows` returns."""
+        """Set the dtype of the rows that `lookup_rows` returns to `dtype`, the dtype in which the model computes."""
         self._dtype = dtype
 
     def lookup_rows(self, indexes: Tensor) -> Tensor:
-        """Return rows by index, in the model's dtype: [T] int64 -> [T, size]."""
+        """Return rows of the embedding table by index, in the model's dtype: [T] int64 -> [T, size]."""
         return _rows(self.weight, self._dtype, indexes)
 
 

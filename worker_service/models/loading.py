@@ -58,7 +58,8 @@ def prepare_model(
     max_model_len: int | None = None,
     storage_dtype: torch.dtype | None = None,
 ) -> "UnloadedModel":
-    """Return a model, or one rank's part of it, checked against the headers of the files and ready to be loaded.
+    """Return a model, or one rank's part of it, whose weights are not loaded yet. The headers of the checkpoint's files
+    have been checked against the model.
 
     Args:
         path: a directory that contains config.json and the safetensors files, or a GGUF file.
@@ -107,8 +108,8 @@ def prepare_model(
 
 
 def _named(listed: OperationList, family: Family, checkpoint: Tensors) -> OperationList:
-    """Return the operations with the weight names of this checkpoint: the renaming of `family` that matches most
-    tensors."""
+    """Return the model's operations with the names that this checkpoint uses for the weights. A model family may have
+    several naming schemes (renamings). The scheme that matches the most tensors of the checkpoint is used."""
     named = (renamed(listed, renaming) for renaming in family.renamings)
     return max(named, key=lambda each: _num_stored(each, checkpoint))
 
@@ -119,9 +120,9 @@ def _num_stored(listed: OperationList, checkpoint: Tensors) -> int:
 
 
 def _lacks_head(checkpoint: Tensors, listed: OperationList, path: Path, *, is_tied: bool) -> bool:
-    """Return whether the head has no weight of its own and shares the embedding's. As in transformers, a head in the
-    checkpoint is used even if config.json ties it to the embedding. Raises CheckpointError if the head is missing and
-    not tied."""
+    """Return whether the checkpoint has no LM head, so that the model uses the embedding's weight (tied embeddings). As
+    in transformers, an LM head in the checkpoint is used even if config.json ties it to the embedding. Raises
+    CheckpointError if the LM head is missing and config.json does not tie it."""
     head = head_of(listed).name
     if not checkpoint.names.isdisjoint(checkpoint.stored_names(f"{head}.weight")):
         return False
@@ -134,15 +135,15 @@ def _lacks_head(checkpoint: Tensors, listed: OperationList, path: Path, *, is_ti
 
 
 def _modules(listed: OperationList) -> list[str]:
-    """Return the checkpoint's names of the modules that may be quantised."""
+    """Return the checkpoint names of the linear modules of a model, whose weights may be quantised."""
     projections = [weight for weight in weights_of(listed) if type(weight) is Projection]
     return [module for projection in projections for module in projection.modules]
 
 
 def _with_rows(listed: OperationList, checkpoint: Tensors, operations: Operations) -> OperationList:
-    """Let the embedding read its rows from a projection. If the weights are tied, the projection is the head. If the
-    checkpoint's embedding is quantised in a format that can be kept, the embedding becomes a projection itself.
-    Otherwise nothing changes."""
+    """Return operations in which the embedding reads its rows from a linear layer, where that saves memory. If the
+    embedding is tied, it reads the weight of the LM head. If the checkpoint's embedding is quantised in a format that
+    can be kept, the embedding becomes a linear layer of its own. Otherwise nothing changes."""
     embedding, head = embedding_of(listed), head_of(listed)
     if embedding.name == head.name:
         return with_rows_of(listed, head)
@@ -157,8 +158,9 @@ def _with_rows(listed: OperationList, checkpoint: Tensors, operations: Operation
 def _quantizing(
     listed: OperationList, checkpoint: Tensors, bits: int, operations: Operations, head_dim: int
 ) -> tuple[QuantizingTensors, OperationList]:
-    """Return a checkpoint that quantises its weights, and the operations adapted to it. The head and the embedding get
-    8 bits, and no matrix is transposed."""
+    """Wrap a float checkpoint so that its linear weights are quantised to `bits` while they are read. The LM head and
+    the embedding get 8 bits. Return the wrapped checkpoint and the operations adapted to it, in which no matrix is
+    transposed."""
     found = [weight for weight in weights_of(listed) if type(weight) is Projection and not weight.is_float32]
     by_name = {f"{module}.weight": bits for weight in found for module in weight.modules}
     by_name |= {f"{weight.name}.weight": 8 for weight in (head_of(listed), embedding_of(listed))}
@@ -168,9 +170,9 @@ def _quantizing(
 
 
 def _keep_float32(model: Decoder, device: torch.device) -> None:
-    """Keep in float32 the weights that are computed with in float32: routers, sinks, and norm weights to which 1 is
-    added. On a CPU, cosines and sines stay in float32 too. The fused decoder needs them in float32 and would otherwise
-    hold a second copy."""
+    """Keep in float32 the weights that the model uses in float32: routers, attention sinks, and norm weights to which 1
+    is added. On a CPU, the cosines and sines of the rotary embedding stay in float32 too. The fused CPU decoder needs
+    them in float32 and would otherwise hold a second copy."""
     model.keep_float32()
     for rope in model.ropes if device.type == "cpu" else ():
         rope.keep_float32()
@@ -178,7 +180,7 @@ def _keep_float32(model: Decoder, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The memory in bytes that a model needs on its device."""
+    """The memory, in bytes, that a model needs on its device."""
 
     held: int  # once the model is loaded
     peak: int  # the maximum at any time while it loads
@@ -186,7 +188,8 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """A model whose weights are not allocated yet, and the checkpoint to load them from."""
+    """A model whose weights are not allocated yet, with the checkpoint that contains the weights and the settings for
+    loading them."""
 
     model: Decoder
     checkpoint: Tensors
@@ -197,8 +200,9 @@ class UnloadedModel:
     quantization: str | None = None  # the format to which weights are quantised while they load
 
     def footprint(self) -> Footprint:
-        """Return the memory that the model needs. Packing a weight copies it; the original is released before the next
-        weight is packed. Quantised weights are decoded before they are packed."""
+        """Compute the memory in bytes that the model needs, after loading and at the peak during loading. Packing a
+        weight makes a copy, and the original is released before the next weight is packed. Quantised weights are
+        decoded before they are packed."""
         operations, experts = self.operations, self._experts()
         scaled = [linear for linear in self._linears() if linear.format.group_size]
         floats = [(linear, linear.weight.nbytes) for linear in self._linears() if linear.weight is not None]
@@ -231,18 +235,19 @@ class UnloadedModel:
         return self.operations.quantized_bytes(linear.format, *linear.shape)
 
     def _unpacked_bytes(self, linear: Linear) -> int:
-        """Return the bytes of codes and scales that exist besides the packed panels while a weight is packed. They are
-        counted twice if parts have to be joined."""
+        """Estimate the bytes of the unpacked codes and scales of a quantised layer while its weight is packed. The
+        estimate is doubled if the weight consists of parts that must be joined."""
         is_whole = self.quantization is not None and len(linear.projection.parts) == 1
         return int((1 if is_whole else 2) * _UNPACKED_BYTES * math.prod(linear.shape))
 
     def _parameters(self) -> list[Tensor]:
-        """Return the parameters, without the weights that stay quantised."""
+        """Return all parameters of the model except for weights that stay quantised."""
         left_out = {id(linear.weight) for linear in self._linears() if linear.format.group_size}
         return [parameter for parameter in self.model.parameters() if id(parameter) not in left_out]
 
     def describe_quantization(self) -> str | None:
-        """Describe in one line how quantised weights are used; None: no weight is quantised."""
+        """Describe in one log line how the model's quantised weights are used. Return None if no weight is
+        quantised."""
         if self.quantization is not None:
             eight = ", embedding and head to 8 bits" if BITS[self.quantization] < 8 else ""
             return f"linear weights are quantised to {self.quantization} in groups of {GROUP_SIZE}{eight}"
@@ -256,13 +261,13 @@ class UnloadedModel:
         )
 
     def describe_weights(self) -> str:
-        """Return the name of the weights' format: the target of quantisation, else the format in the checkpoint, else
-        the dtypes."""
+        """Return the name of the format of the model's weights, for logs and status. The name is the format to which
+        weights are quantised while they load, else the checkpoint's quantised format, else the float dtypes."""
         return self.quantization or " and ".join(self.checkpoint.formats) or self.describe_dtypes()
 
     def describe_dtypes(self) -> str:
-        """Return the dtypes of the weights of projections and embeddings, which may differ from the dtype of the
-        computation."""
+        """Return the names of the dtypes in which linear layers and embeddings keep their weights, joined by "and".
+        They may differ from the dtype in which the model computes."""
         formats = [place.holder.format for place in self.model.places if place.holder is not None]
         # Formats with scales come first.
         found = sorted({(not each.group_size, each.describe()) for each in formats})
@@ -273,9 +278,9 @@ class UnloadedModel:
         progress: TensorProgress | None = None,
         find_kept: Callable[[str], KeptProduct | None] = lambda target: None,
     ) -> Decoder:
-        """Load the weights and return the model, ready to compute. `progress` is called after each tensor with the
-        number of tensors loaded and the total; `find_kept` is passed to `load_weights`. Raises CheckpointError if a
-        file cannot be read."""
+        """Load the weights and return the model, ready to compute. After each tensor, `progress` is called with the
+        number of tensors loaded and the total. `find_kept` returns a quantised weight that an earlier start already
+        packed, by the name of the weight, or None. Raises CheckpointError if a file cannot be read."""
         model, device = self.model, self.device
         # Do not use `to_empty`: torch lays out meta tensors with symbolic shapes, which imports sympy and takes half a
         # second.

@@ -25,8 +25,9 @@ _MAX_MATCHING_S = 60.0
 
 
 def formats_of(quantization: Quantization, modules: Iterable[str]) -> dict[str, WeightFormat]:
-    """Return the formats of the linear modules in `modules` that are quantised, by name. Raises CheckpointError if
-    matching the patterns takes too long."""
+    """Return the quantised format of each linear module whose weight is quantised, keyed by the name of the module. The
+    rules in the checkpoint's quantization_config decide, and the first rule that matches a module counts. Raises
+    CheckpointError if a pattern is invalid or takes too long to match (0.2 s for one module, 60 s in total)."""
     end, found = time.thread_time() + _MAX_MATCHING_S, {}
     for module in modules:
         for rule in quantization.rules:
@@ -42,8 +43,9 @@ def formats_of(quantization: Quantization, modules: Iterable[str]) -> dict[str, 
 
 
 def is_found(rule: QuantizationRule, module: str, timeout_s: float) -> bool:
-    """Return whether a rule applies to a module. Raises CheckpointError if a regular expression from the checkpoint
-    does not finish within `timeout_s` seconds; Python's `re` has no timeout."""
+    """Return whether a rule of the checkpoint's quantization_config applies to a module. Raises CheckpointError if the
+    rule's regular expression is invalid or does not finish within `timeout_s` seconds. The package `regex` is used
+    because Python's `re` has no timeout."""
     if not rule.source[0]:
         return rule.pattern.search(module) is not None
     import regex  # needed only for the checkpoint's own patterns
@@ -56,7 +58,7 @@ def is_found(rule: QuantizationRule, module: str, timeout_s: float) -> bool:
 
 
 class _Weight(NamedTuple):
-    """The quantised weight of a linear module, stored as several tensors."""
+    """The quantised weight of one linear module of a checkpoint, which is stored as several tensors."""
 
     module: str
     format: WeightFormat
@@ -64,14 +66,16 @@ class _Weight(NamedTuple):
 
 
 class QuantizedCheckpoint(Tensors):
-    """The weights of a checkpoint, by name. Quantised weights are decoded as they are read; see `Tensors`.
+    """The weights of a checkpoint in which some linear weights are quantised, requested by name. Quantised weights are
+    decoded as they are read.
 
-    If a linear module's weight is stored as floats, without other tensors of its format, it is read as it is.
+    If a linear module's weight is stored as floats, without other tensors of its quantised format, the weight is read
+    as floats.
     """
 
     def __init__(self, checkpoint: Checkpoint, formats: Mapping[str, WeightFormat]) -> None:
-        """Wrap `checkpoint`. `formats` maps the checkpoint's names of modules to their quantised formats. Raises
-        CheckpointError if a file cannot be read or a layout is unknown."""
+        """Wrap `checkpoint`. `formats` maps the names of linear modules to the quantised formats of their weights.
+        Raises CheckpointError if a file cannot be read or a layout is unknown."""
         self._checkpoint = checkpoint
         weights = [_Weight(module, kept, layout_of(module, kept)) for module, kept in formats.items()]
         self._weights = {f"{weight.module}{_SUFFIX}": weight for weight in weights if self._is_stored(weight)}
@@ -80,7 +84,8 @@ class QuantizedCheckpoint(Tensors):
         self.names = frozenset(name for name in checkpoint.names if name not in unneeded or checkpoint.read(name).any())
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
-        """Return the format in which a weight with `in_size` inputs can be kept in memory. See `Tensors.format`."""
+        """Return the format in which a weight with `in_size` inputs can be kept in memory. Return None if the weight is
+        missing, or if it must be dequantised to floats."""
         weight, stored = self._weights.get(name), self.stored_names(name) & self._checkpoint.names
         if weight is None:
             return self._checkpoint.format(name, in_size)
@@ -88,22 +93,23 @@ class QuantizedCheckpoint(Tensors):
         return weight.layout.stored_format(weight.format, in_size, has_wide_scales)
 
     def stored_names(self, name: str) -> frozenset[str]:
-        """Return the names of the tensors that store a weight, whether or not they exist. See
-        `Tensors.stored_names`."""
+        """Return the names of the checkpoint tensors (codes, scales, zero points) that store the weight `name`. The
+        tensors need not exist."""
         weight = self._weights.get(name)
         return self._checkpoint.stored_names(name) if weight is None else frozenset(self._names(weight).values())
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """Return the most memory in bytes, besides the target, needed to read a weight with `num_elements` elements.
-        See `Tensors.working_bytes`."""
+        """Return an upper bound on the temporary memory, in bytes, needed to read and decode a weight with
+        `num_elements` elements. The memory of the target tensor is not included."""
         weight = self._weights.get(name)
         if weight is None:
             return self._checkpoint.working_bytes(name, num_elements)
         return weight.layout.working_bytes(weight.format, num_elements)
 
     def check(self, name: str, piece: Piece) -> None:
-        """Raise CheckpointError if no stored weight fits the piece, and ValueError if the weight cannot be cut as
-        requested. See `Tensors.check`. Raises ValueError if a rank's part of the weight would cut a group."""
+        """Check the dtypes and shapes of all tensors that store a weight. Raise CheckpointError if a tensor is missing
+        or does not fit, and ValueError if a rank's part of the weight would cut a group of inputs that share a
+        scale."""
         weight = self._weights.get(name)
         if weight is None:
             self._checkpoint.check(name, piece)
@@ -118,16 +124,17 @@ class QuantizedCheckpoint(Tensors):
             )
 
     def copy(self, name: str, piece: Piece) -> None:
-        """Fill the target of a piece that has passed `check`. See `Tensors.copy`. A quantised weight is dequantised to
-        the target's dtype."""
+        """Read a weight, or a part of it, into the target of `piece`. A quantised weight is dequantised to the target's
+        dtype. The piece must have passed `check`. Raises CheckpointError if a tensor cannot be read or has invalid
+        content."""
         if name in self._weights:
             copy_floats(piece.target, self.quantized(name, piece))
         else:
             self._checkpoint.copy(name, piece)
 
     def quantized(self, name: str, piece: Piece) -> StoredWeight:
-        """Return the part of a quantised weight that a piece describes. See `Tensors.quantized`. Raises CheckpointError
-        if a tensor cannot be read or has invalid content."""
+        """Read and decode a quantised weight, or the rows and columns that `piece` selects, without conversion to
+        floats where possible. Raises CheckpointError if a tensor cannot be read or has invalid content."""
         weight, (rows, columns) = self._weights[name], piece.rows_and_columns()
         names = self._names(weight)
         tensors = {kind: self._checkpoint.read(each) for kind, each in names.items() if each in self._checkpoint.names}
@@ -144,14 +151,14 @@ class QuantizedCheckpoint(Tensors):
         return has_others or own_name not in names or self._checkpoint.header(own_name).dtype not in FLOAT_BYTES
 
     def _names(self, weight: _Weight) -> dict[str, str]:
-        """Return the names of a weight's tensors, keyed by their suffixes. The names do not depend on the weight's
-        size."""
+        """Return the full names of the tensors that store a quantised weight, keyed by their suffixes, such as
+        "qweight". The names do not depend on the weight's size."""
         size = 32 * (weight.format.columns or 1)
         return {kind: f"{weight.module}.{kind}" for kind in self._stored(weight, 32, size)}
 
     def _stored(self, weight: _Weight, out_size: int, in_size: int) -> dict[str, StoredTensor]:
-        """Return the tensors of a weight of these sizes, keyed by their suffixes. Raises CheckpointError if a weight of
-        these sizes cannot have this format."""
+        """Return the expected dtypes and shapes of the tensors that store a quantised weight [out_size, in_size], keyed
+        by the suffixes of their names. Raises CheckpointError if a weight of these sizes cannot have this format."""
         try:
             stored = weight.layout.stored(weight.format, out_size, in_size)
         except ValueError as error:

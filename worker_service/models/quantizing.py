@@ -15,8 +15,8 @@ _WORKING_BYTES = 8  # temporary bytes per element: its float32 value, its code, 
 
 
 class QuantizingTensors(Tensors):
-    """Weights of a float checkpoint, quantised as they are read; see `Tensors`. Every matrix is presented as [outputs,
-    inputs], even if the checkpoint stores it transposed."""
+    """The weights of a float checkpoint, quantised to 8 or 4 bits while they are read (`--quantization`). Every
+    quantised matrix is presented as [outputs, inputs], even if the checkpoint stores the matrix transposed."""
 
     def __init__(
         self,
@@ -43,20 +43,19 @@ class QuantizingTensors(Tensors):
         self._head_dim = head_dim
 
     def stored_names(self, name: str) -> frozenset[str]:
-        """Return the names of the tensors that store a weight, whether or not they exist. See
-        `Tensors.stored_names`."""
+        """Return the names of the checkpoint tensors that store the weight `name`. The tensors need not exist."""
         return self._source.stored_names(name)
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """Return the most memory in bytes, besides the target, needed to read a weight with `num_elements` elements.
-        See `Tensors.working_bytes`. Only a few rows of one weight, in units of whole heads, are in floats at a time."""
+        """Return an upper bound on the temporary memory, in bytes, needed to read and quantise a weight with
+        `num_elements` elements. Only a few rows of one weight, in units of whole attention heads, are in floats at a
+        time."""
         own = self._source.working_bytes(name, num_elements)
         return own + _WORKING_BYTES * min(num_elements, 2 * _CHUNK_ELEMENTS) if name in self._bits else own
 
     def check(self, name: str, piece: Piece) -> None:
-        """Raise CheckpointError if no stored weight fits the piece, and ValueError if the weight cannot be cut as
-        requested. See `Tensors.check`. Raises CheckpointError if the group size does not divide the number of
-        inputs."""
+        """Check that the float checkpoint can fill the target of a piece; see `Tensors.check`. Also raise
+        CheckpointError if the number of inputs of a weight to quantise is not a multiple of the group size."""
         if name not in self._bits:
             self._source.check(name, piece)
             return
@@ -69,17 +68,18 @@ class QuantizingTensors(Tensors):
             )
 
     def copy(self, name: str, piece: Piece) -> None:
-        """Fill the target of a piece that has passed `check`. See `Tensors.copy`. The floats are copied without
-        quantisation."""
+        """Read a weight as floats, without quantisation, into the target of `piece`. The piece must have passed
+        `check`. Raises CheckpointError if a file cannot be read."""
         self._source.copy(name, piece.transposed() if name in self._transposed else piece)
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
-        """Return the format in which a weight with `in_size` inputs can be kept in memory. See `Tensors.format`."""
+        """Return the format in which a weight is kept in memory: the quantised format if the weight is to be quantised,
+        else the checkpoint's format. See `Tensors.format` for None."""
         return quantized_format(self._bits[name]) if name in self._bits else self._source.format(name, in_size)
 
     def quantized(self, name: str, piece: Piece) -> StoredWeight:
-        """Return the part of a quantised weight that a piece describes. See `Tensors.quantized`. Raises CheckpointError
-        if the weight contains values that cannot be quantised."""
+        """Read a weight, or the rows that `piece` selects, and quantise it a few rows at a time. Raises CheckpointError
+        if a file cannot be read, or if the weight contains values that cannot be quantised."""
         out_size, in_size = piece.target.shape
         first = (piece.index[0].start or 0) if piece.index else 0
         codes = torch.empty(out_size, in_size, dtype=torch.int8)

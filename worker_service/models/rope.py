@@ -18,8 +18,8 @@ _NUM_CHUNK_POSITIONS = 1024  # number of positions for which tables are filled a
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of cosines and sines by position. They are computed once in float32, and kept in the model's dtype or in
-    float32."""
+    """Lookup tables of the cosines and sines that rotary position embedding needs, with one row per position. The
+    tables are computed once in float32, and kept in the model's dtype or in float32."""
 
     def __init__(self, config: RopeConfig, head_dim: int, max_position_embeddings: int) -> None:
         super().__init__()
@@ -31,12 +31,14 @@ class RotaryEmbedding(nn.Module):
         self.digest = b""  # SHA-256 of the tables in float32, once they are filled
 
     def keep_float32(self) -> None:
-        """Keep the tables in float32. Rows that are looked up are still rounded to the previous dtype of the tables."""
+        """Keep the tables of cosines and sines in float32. Rows that are looked up are still rounded to the previous
+        dtype of the tables."""
         self._dtype = self.cos.dtype
         self.float()
 
     def finish_loading(self) -> None:
-        """Fill the tables. The first half of the sines is negated: see `rotate`.
+        """Compute the tables of cosines and sines. The first half of each row of sines is negated, as `rotate`
+        requires.
 
         numpy computes the values in float64, and they are rounded once, so that all machines get the same tables.
         torch's cosine is not used: its first vectorized call may round incorrectly when it runs on several threads.
@@ -63,28 +65,31 @@ class RotaryEmbedding(nn.Module):
         self.digest = digest.digest()
 
     def working_bytes(self) -> int:
-        """Return the most temporary memory in bytes that `finish_loading` needs: a chunk of angles and of both tables,
-        in float64 and float32."""
+        """Return an upper bound on the temporary memory, in bytes, that `finish_loading` needs. The memory contains a
+        chunk of angles, cosines and sines in float64 and float32."""
         return 8 * min(_NUM_CHUNK_POSITIONS, self.cos.shape[0]) * self.cos.shape[1] * torch.float32.itemsize
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of positions: [T] -> [T, head_dim] each."""
+        """Return the cosines and sines for the given token positions: [T] -> two tensors [T, head_dim]."""
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         return (cos, sin) if self._dtype is None else (cos.to(self._dtype), sin.to(self._dtype))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + head_dim / 2]) of every head by their angles: [T, num_heads, head_dim]."""
+    """Apply rotary position embedding to query or key heads x, [T, num_heads, head_dim]. Each pair (x[i], x[i +
+    head_dim / 2]) of a head is rotated by its angle. The first half of `sin` must be negated."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def query_scales(growth: QueryScaling, positions: Tensor) -> Tensor:
-    """Return the factors by which queries at these positions are multiplied: [T] float32."""
+    """Return the factors by which queries at these token positions are multiplied before attention, [T] float32. The
+    factors grow with the position. This is the attention temperature of Llama 4 (https://arxiv.org/abs/2501.19399)."""
     return 1 + growth.beta * torch.log1p((positions // growth.num_positions).float())
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Return the angle per position of each rotated pair: [rotary_size / 2], float32."""
+    """Return the rotation angle, in radians per position, of each pair of elements that rotary position embedding
+    rotates: [rotary_size / 2] float32."""
     rotary_size = config.rotary_size(head_dim)
     exponents = torch.arange(0, rotary_size, 2, dtype=torch.float32) / rotary_size
     # Python computes the powers: the last bit of torch's powers depends on the kind of processor.
@@ -101,8 +106,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Divide low frequencies by `factor`, keep high frequencies, and blend between them, as published with Llama
-    3.1."""
+    """Scale rotary frequencies for long contexts, as published with Llama 3.1. Low frequencies are divided by
+    `config.factor`, high frequencies are kept, and frequencies between them are blended."""
     wavelengths = 2 * math.pi / frequencies
     low_wavelength = config.original_max_position_embeddings / config.low_freq_factor
     high_wavelength = config.original_max_position_embeddings / config.high_freq_factor
@@ -114,10 +119,11 @@ def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Divide the frequencies of pairs that rotate few times within the original context by `factor`. Frequencies of
-    pairs that rotate often are kept, and frequencies in between are interpolated linearly.
+    """Scale rotary frequencies for long contexts with YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071,
+    section 3.2).
 
-    YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071), section 3.2.
+    Frequencies of pairs that rotate only a few times within the original context are divided by `config.factor`.
+    Frequencies of pairs that rotate often are kept, and frequencies in between are interpolated linearly.
     """
     head_dim = 2 * len(frequencies)
 

@@ -30,28 +30,30 @@ ExpertProduct = Callable[[Tensor, Tensor], Tensor]
 
 
 class Product(ABC):
-    """A weight [out_size, in_size] and its bias, prepared for matrix multiplication."""
+    """A weight [out_size, in_size] of a linear layer and its bias, prepared for matrix multiplication. Subclasses store
+    the weight in different layouts."""
 
     has_row_lookup = False  # whether `lookup_rows` is implemented
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x W^T + b: [T, in_size] -> [T, out_size]."""
+        """Return x W^T + b for activations x: [T, in_size] -> [T, out_size]."""
 
     def to_float32(self, x: Tensor, out: Tensor | None) -> Tensor:
-        """Return x W^T in float32, if possible without rounding to the model's dtype. The product must have no bias.
-        `out` is a dense tensor to write to; None allocates memory."""
+        """Return x W^T in float32, if possible without rounding to the model's dtype. The layer must have no bias. The
+        result is written to the dense tensor `out`, or to new memory if `out` is None."""
         values = self(x)
         return values.float() if out is None else out.copy_(values)
 
     def lookup_rows(self, indexes: Tensor) -> Tensor:
-        """Return rows of the weight by index, in the model's dtype: [T] int64 -> [T, in_size]."""
+        """Return rows of the weight by index, in the model's dtype: [T] int64 -> [T, in_size]. Raises
+        NotImplementedError if this weight layout does not support reading rows."""
         raise NotImplementedError("this weight layout does not support reading rows")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseProduct(Product):
-    """A matrix multiplication with a weight in torch's dense layout."""
+    """A weight in torch's ordinary dense layout and its bias, used for matrix multiplication on any device."""
 
     weight: Tensor
     bias: Tensor | None
@@ -69,7 +71,7 @@ class DenseProduct(Product):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnednnProduct(Product):
-    """A matrix multiplication with a weight in oneDNN's packed layout."""
+    """A weight in oneDNN's packed layout and its bias, used for fast matrix multiplication on a CPU."""
 
     packed: Tensor
     bias: Tensor | None
@@ -79,7 +81,8 @@ class OnednnProduct(Product):
 
 
 class Operations:
-    """The operations in plain torch, on any device. Faster implementations are subclasses.
+    """The computations of a model (matrix multiplication, normalization, attention and so on) in plain torch, on any
+    device. Faster implementations for CPUs and GPUs are subclasses.
 
     All tensors have the model's dtype. Intermediate results in float32 are rounded at the same points as in
     transformers.
@@ -89,70 +92,81 @@ class Operations:
     sum_slots = staticmethod(sum_slots)
 
     def can_store(self, held: torch.dtype, computed: torch.dtype) -> bool:
-        """Return whether a weight may stay in the checkpoint's dtype `held` when the model computes in `computed`."""
+        """Return whether a weight can stay in the checkpoint's dtype `held` when the model computes in the dtype
+        `computed`."""
         return held == computed
 
     def prepare_product(
         self, weight: StoredWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
     ) -> Product:
-        """Prepare a weight for multiplication with activations in the dtype `computed`; outputs have that dtype too. A
-        weight in a format that cannot be kept is widened to `computed`. `rounds_inputs` says that the weight was made
-        for inputs rounded to 8 bits, so an implementation may round them."""
+        """Prepare the weight and bias of a linear layer for multiplication with activations in the dtype `computed`.
+        The outputs have the dtype `computed` too. A weight whose format cannot be kept is converted to `computed`. If
+        `rounds_inputs` is true, the checkpoint expects inputs rounded to 8 bits, so an implementation may round
+        them."""
         floats = weight.to_floats(computed)
         if not self.packs(computed, floats.device):
             return DenseProduct(floats, bias)
         return OnednnProduct(torch.ops.mkldnn._reorder_linear_weight(floats, PACKED_NUM_ROWS), bias)
 
     def quantized_bytes(self, stored: StoredFormat, out_size: int, in_size: int) -> int:
-        """Estimate the bytes that a prepared weight of these sizes needs in the format `stored`."""
+        """Estimate the memory, in bytes, of a weight [out_size, in_size] in the quantised format `stored` after
+        `prepare_product`."""
         return stored.num_bytes(out_size, in_size)
 
     def quantize(self, values: Tensor, bits: int) -> StoredWeight:
-        """Quantise float32 [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.quantized`."""
+        """Quantise float32 values [rows, columns] to codes of 8 or 4 bits. `pagewire.kernels.quantized.quantize`
+        defines the rounding and the errors."""
         return quantize(values, bits)
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
-        """Prepare weights [num_experts, out_size, in_size] and biases [num_experts, out_size] as `prepare_product`
-        does. See `multiply_routed` in `pagewire.kernels.experts`."""
+        """Prepare the weights [num_experts, out_size, in_size] and biases [num_experts, out_size] of an expert layer
+        for multiplication. The result multiplies each token by the weights of its chosen experts, as
+        `pagewire.kernels.experts.multiply_routed` specifies."""
         multiply = multiply_routed if weights.device.type == "cpu" else multiply_all
         return lambda x, ids: multiply(x, weights, ids, biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
-        """Join the products of single experts, whose weights are quantised, to one product. The given products must not
-        be used afterwards."""
+        """Combine the quantised weights of single experts, already prepared by `prepare_product`, into one object for
+        the whole expert layer. The given `products` must not be used afterwards. Raises NotImplementedError in plain
+        torch, which does not keep quantised weights."""
         raise NotImplementedError("plain torch widens quantised weights")
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
-        """Return whether `prepare_product` copies a weight on this device to a packed layout."""
+        """Return whether `prepare_product` copies a weight on this device to a packed layout, so that loading needs
+        memory for both copies."""
         if device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
         is_native_bfloat16 = computed == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return computed == torch.float32 or is_native_bfloat16
 
     def supports_row_lookup(self) -> bool:
-        """Return whether rows can be read from a packed weight."""
+        """Return whether rows can be read from a packed weight, so that a tied embedding needs no copy of the
+        weight."""
         return False
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / sqrt(mean(x^2) + eps), computed in float32 and rounded to the weight's dtype, times the weight:
-        [T, size] by [size] -> [T, size].
+        """Return the root mean square normalization of each row of x, [T, size], with the norm weight [size] (Zhang and
+        Sennrich, 2019, https://arxiv.org/abs/1910.07467).
 
-        Root mean square normalization (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+        x / sqrt(mean(x^2) + eps) is computed in float32, rounded to the weight's dtype, and multiplied by the weight.
+        The result has the dtype of x.
         """
         # Round to the weight's dtype before the multiplication, as transformers does.
         return (F.rms_norm(x.float(), x.shape[-1:], None, eps).to(weight.dtype) * weight).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add `update` to x in place, both [T, size], and return `rms_norm` of the sum."""
+        """Add `update` to the residual stream x in place, both [T, size], and return `rms_norm` of the sum."""
         return self.rms_norm(x.add_(update), weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up: [T, 2 * size], with the gates in the first half, -> [T, size]."""
+        """Return silu(gate) * up, the activation of a gated MLP: [T, 2 * size] -> [T, size]. The gates are in the first
+        half of each row."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def turn(self, attend: Attend, layer: int, heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, ...]:
-        """Normalize the query and key heads that have a norm weight, and rotate them by their positions.
+        """Prepare query and key heads for attention: normalize the heads that have a norm weight, and apply rotary
+        position embedding.
 
         `attend` is the attention of the step and `layer` the index of the layer. `heads` [T, num_heads + 2 *
         num_kv_heads, head_dim] contains queries, keys and values, and may be overwritten.
@@ -163,14 +177,15 @@ class Operations:
         return self.norm_rope(heads, preparation)
 
     def attend_rotated(self, attend: Attend, layer: int, turned: tuple[Tensor, ...], sinks: Tensor | None) -> Tensor:
-        """Return the result of `attend`, [T, num_heads, head_dim]. `sinks` are the sinks of the layer's heads; see
-        `Scoring.sinks`."""
+        """Compute attention with the result of `turn` and return [T, num_heads, head_dim]. `sinks` are the attention
+        sinks of the layer's heads, or None; see `Scoring.sinks`."""
         query, key, value = turned
         return attend(layer, query, key, value, sinks)
 
     def norm_rope(self, heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [T, num_heads, head_dim], and keys and values [T, num_kv_heads, head_dim], ready for
-        attention."""
+        """Split `heads` into queries, keys and values, normalize queries and keys if they have a norm weight, and apply
+        rotary position embedding. Return queries [T, num_heads, head_dim], and keys and values [T, num_kv_heads,
+        head_dim] each."""
         num_heads, query_weight, key_weight, eps, cos, sin = preparation
         num_kv_heads = (heads.shape[1] - num_heads) // 2
         query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -182,8 +197,9 @@ class Operations:
 
 
 def multiply_all(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None) -> Tensor:
-    """Multiply slots as `multiply_routed` does, but run every expert and select the results. While a CUDA graph is
-    captured, the host cannot know the chosen experts."""
+    """Multiply each token by its chosen experts, with the same result as `multiply_routed`, but run every expert on all
+    tokens and select the results. This is used on GPUs: while a CUDA graph is captured, the host cannot know the chosen
+    experts."""
     experts = ids.flatten()[:, None]
     slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)
     outputs = slots.new_zeros(len(slots), weights.shape[1])

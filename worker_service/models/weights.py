@@ -33,12 +33,12 @@ def load_weights(
     dtype: torch.dtype,
     find_kept: Callable[[str], KeptProduct | None] = lambda target: None,
 ) -> None:
-    """Copy every tensor of the checkpoint, or this rank's part of it, to its parameter. A weight that stays quantised
-    is packed at once, since its unpacked codes need more memory than its packed panels.
+    """Copy every tensor of the checkpoint, or this rank's part of the tensor, into the model. A weight that stays
+    quantised is packed immediately after it was read, since its unpacked codes need more memory than the packed weight.
 
     The parameters of `model` must be allocated, except weights that stay quantised, and `check_weights` must have
-    passed. `find_kept` returns, for the name of a quantised weight, its packed copy from an earlier start, or None.
-    Raises CheckpointError if a file cannot be read.
+    passed. `find_kept` returns the packed copy of a quantised weight from an earlier start, by the name of the weight,
+    or None. Raises CheckpointError if a file cannot be read.
     """
     found = [(place, dict(targets_of(model, place))) for place in model.places]
     num_loaded, num_all = 0, sum(len(sources) for _, sources in found)
@@ -60,8 +60,9 @@ def load_weights(
 
 
 def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) -> None:
-    """Append a part to a quantised projection. If its last rows are padding, as in the head on the last of several
-    ranks, the padding rows are zeros."""
+    """Read one quantised part of a linear layer's weight and append it to the layer. If the part has fewer rows than
+    the layer, append rows of zeros. This happens to the LM head on the last of several ranks, whose last rows are
+    padding."""
     num_rows, in_size = piece.target.shape
     if num_rows:
         product.add_part(checkpoint.quantized(name, piece))
@@ -72,11 +73,12 @@ def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) ->
 
 
 def check_weights(model: nn.Module, checkpoint: Tensors, targets: Targets, ignored: str) -> None:
-    """Check that the checkpoint fits a model, whose parameters need not be allocated.
+    """Check that the names and shapes of the checkpoint's tensors fit a model. The model's parameters need not be
+    allocated.
 
-    `targets` are the targets of all places of the model. `ignored` is a pattern of checkpoint names that contain no
-    weights. Raises CheckpointError if a tensor is missing, has a wrong shape, or has no place in the model. Raises
-    ValueError if a weight cannot be cut into this rank's part.
+    `targets` lists all tensors to read and the parameters they fill. `ignored` is a regular expression for the names of
+    checkpoint tensors that are not weights. Raises CheckpointError if a tensor is missing, has a wrong shape, or has no
+    place in the model. Raises ValueError if a weight cannot be cut into this rank's part.
     """
     known = frozenset().union(*(checkpoint.stored_names(name) for name, _ in targets))
     unread = re.compile(rf"{ignored}|{_UNFOLLOWED_SCALES}")
@@ -96,12 +98,12 @@ def choose_formats(
     narrowed: torch.dtype | None,
     can_store: Callable[[torch.dtype], bool],
 ) -> None:
-    """Choose the format of the weight of every projection and embedding. The format in the checkpoint is kept if it can
-    be held, else the weight is widened to `computed`. For float32 weights, the format to keep is `narrowed` unless it
-    is None.
+    """Choose the memory format of the weight of every linear layer and embedding. The checkpoint's format is kept if
+    the model can use it, else the weight is converted to `computed`. Float32 weights are stored as `narrowed` unless
+    `narrowed` is None.
 
     All parts of a merged projection must have the same element type, and so must all experts of a layer; otherwise they
-    are widened. Call this before the parameters have values.
+    are converted to `computed`. Call this before the parameters have values.
     """
     kinds = [(place, type(place.weight)) for place in model.places]
     places = [place for place, kind in kinds if kind is Table or (kind is Projection and not place.weight.is_float32)]
@@ -126,8 +128,8 @@ def choose_formats(
 
 
 def _stored_formats(checkpoint: Tensors, weight: Any) -> Iterator[StoredFormat | None]:
-    """Yield the stored formats of a weight's parts. None: the part cannot be kept as stored, such as a quantised table
-    or a transposed quantised weight."""
+    """Yield the checkpoint's format of each part of a merged weight. A format is None if the part cannot be kept as
+    stored, for example a quantised embedding table or a transposed quantised weight."""
     is_table = type(weight) is Table
     for module in weight.modules:
         stored = checkpoint.format(f"{module}.weight", weight.width if is_table else weight.in_size)
@@ -136,13 +138,14 @@ def _stored_formats(checkpoint: Tensors, weight: Any) -> Iterator[StoredFormat |
 
 
 def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
-    """Return the most memory in bytes, besides the parameters, needed to read any one weight."""
+    """Return an upper bound on the temporary memory, in bytes, needed to read any one of the model's weights."""
     sizes = {name: math.prod(pieces[0].shape or pieces[0].target.shape) for name, pieces in targets}
     return max((checkpoint.working_bytes(name, size) for name, size in sizes.items()), default=0)
 
 
 def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]]:
-    """Yield the names of the checkpoint tensors of a place in the model, each with the pieces that this rank reads."""
+    """Yield the names of the checkpoint tensors that fill one weight of the model. Each name comes with the pieces of
+    the tensor that this rank reads, and with their target memory."""
     weight, holder = place.weight, place.holder
     if type(weight) is Vector:
         yield weight.name, [_piece(model.get_parameter(place.name).data, weight.values)]
@@ -162,7 +165,8 @@ def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]
 
 
 def _joined(parts: Sequence[Part]) -> Iterator[Part]:
-    """Yield the parts, with parts that are adjacent in one tensor joined to one part."""
+    """Yield the parts of a merged projection. Parts that are adjacent rows of the same checkpoint tensor are joined, so
+    that they are read together."""
     joined, *others = parts
     for part in others:
         if part.name == joined.name and part.rows.first == joined.rows.first + joined.rows.size:
@@ -174,7 +178,8 @@ def _joined(parts: Sequence[Part]) -> Iterator[Part]:
 
 
 def _piece(target: Tensor, *shares: Share) -> Piece:
-    """Return the piece of a tensor that a rank reads, given the rank's share of each dimension."""
+    """Return the piece of a checkpoint tensor that this rank reads into `target`, given the rank's share of each
+    dimension of the tensor."""
     if all(share.is_whole for share in shares):
         return Piece(target)
     places = [share.stored for share in shares]

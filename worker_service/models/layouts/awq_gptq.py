@@ -63,18 +63,21 @@ def _decode_awq(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size
 
 
 def _awq_columns(numbers: Tensor) -> Tensor:
-    """Reorder the columns of AutoAWQ's layout to their natural order."""
+    """Reorder the columns of a matrix from AutoAWQ's interleaved order to their natural order."""
     return numbers.unflatten(1, (-1, 8)).index_select(2, _AWQ_NIBBLES).flatten(1)
 
 
 def _decode_gptq(num_less: int, kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> StoredWeight:
-    """Decode a GPTQ weight. `num_less` is the amount by which stored zero points are smaller than the real ones."""
+    """Decode the tensors of a GPTQ weight. The first version of the format stores each zero point minus 1; `num_less`
+    is the number to add to the stored zero points."""
     zeros = (unpack(tensors["qzeros"], kept.bits) + num_less) & (2**kept.bits - 1)
     return _assembled(kept, tensors, unpack(tensors["qweight"].t(), kept.bits), zeros)
 
 
 def _assembled(kept: WeightFormat, tensors: ReadTensors, codes: Tensor, zeros: Tensor) -> StoredWeight:
-    """Return the weight for codes [out, in] and zero points [groups, out], both unsigned."""
+    """Convert unsigned codes [out, in] and unsigned zero points [groups, out] to a signed `StoredWeight`. Raises
+    FaultyTensorError if config.json says that the weight is symmetric, but a zero point is not in the middle of the
+    range."""
     scale, middle = checked_scale("scales", tensors["scales"].t()), 1 << (kept.bits - 1)
     if kept.is_symmetric and (zeros != middle).any():
         raise FaultyTensorError("qzeros", f"contains zero points other than {middle}, but sym is true")

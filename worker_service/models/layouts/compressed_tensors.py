@@ -32,9 +32,10 @@ def _stored_bytes(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, 
 
 
 def _stored_words(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
-    """Return the tensors of a weight in this layout, whose codes are packed into int32 words along the inputs.
+    """Return the expected tensors of a weight whose codes are packed into int32 words along the inputs
+    (pack-quantized).
 
-    The zero points may also be packed, along the outputs.
+    The zero points may be stored in bytes, or also packed into words, along the outputs.
     """
     packed = {"I32": ((_num_words(kept, num_blocks(out_size, kept.rows)), num_blocks(in_size, kept.columns)),)}
     return {
@@ -48,8 +49,8 @@ def _stored_words(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, 
 def _scales_and_zeros(
     kept: WeightFormat, out_size: int, in_size: int, packed: Mapping[str, tuple[TensorShape, ...]] | None = None
 ) -> dict[str, StoredTensor]:
-    """Return the tensors for scales and zero points. `packed` gives the shapes of zero points that are not stored in
-    bytes."""
+    """Return the expected tensors of the scales and zero points of a weight. `packed` gives the allowed dtypes and
+    shapes of zero points that are packed into words instead of stored in bytes."""
     num_groups(kept, in_size)
     shapes = scale_shapes(kept, out_size, in_size)
     zeros = {} if kept.is_symmetric else {"weight_zero_point": StoredTensor({"I8": shapes, **(packed or {})})}

@@ -18,7 +18,7 @@ _CODE_BITS = torch.arange(8, dtype=torch.uint8)
 
 
 def decode_rows(element_type: ElementType, rows: Tensor) -> StoredWeight:
-    """Decode rows of bytes [rows, bytes per row] of a quantised type."""
+    """Decode rows of a quantised GGUF tensor, given as bytes [rows, bytes per row], to integer codes with scales."""
     layout = BLOCKS[element_type.name]
     blocks = rows.unflatten(1, (-1, element_type.block_bytes))  # [rows, blocks, block_bytes]
     parts = {name: values.flatten(1) for name, values in layout.decode(blocks).items()}
@@ -33,7 +33,7 @@ def decode_rows(element_type: ElementType, rows: Tensor) -> StoredWeight:
 
 
 def is_finite(weight: StoredWeight) -> bool:
-    """Return whether all scales and minimums are finite."""
+    """Return whether all scales and minimums of a decoded GGUF weight are finite."""
     return all(bool(part.isfinite().all()) for part in weight.parts().values() if part.is_floating_point())
 
 
@@ -43,24 +43,26 @@ _Parts = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The memory format and the decoder of a quantised type. `ElementType` describes the size of its blocks."""
+    """The memory format of a quantised GGUF type, such as Q4_K, and the function that decodes its blocks. `ElementType`
+    describes the size of the blocks."""
 
     format: StoredFormat
     decode: Callable[[Tensor], _Parts]
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """Return the float16 number at byte `start` of each block, as float32 [rows, blocks, 1]."""
+    """Read the float16 number at byte `start` of each quantised block, and return it as float32, [rows, blocks, 1]."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Return the low halves of all bytes, followed by the high halves: [..., n] -> [..., 2n]."""
+    """Unpack 4-bit codes from bytes: return the lower halves of all bytes, followed by the upper halves, [..., n] ->
+    [..., 2n]."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """Return the fifth bits of the codes, each as 0 or 16: [..., 4] -> [..., 32]."""
+    """Unpack the highest bits of 5-bit codes, which are stored separately, as 0 or 16: [..., 4] -> [..., 32]."""
     return ((packed[..., None] >> _CODE_BITS) & 1).flatten(-2) << 4
 
 
@@ -86,7 +88,8 @@ def _decode_q5_1(blocks: Tensor) -> _Parts:
 
 
 def _scales_and_minimums(blocks: Tensor) -> _Parts:
-    """Return the eight 6-bit scales and minimums of a K-block, and their two float16 factors."""
+    """Unpack the eight 6-bit scales and the eight 6-bit minimums of each Q4_K or Q5_K block, and read the two float16
+    factors that multiply them. Return them by their names in `StoredWeight`."""
     low, middle, high = blocks[..., 4:16].split(4, dim=-1)
     scale = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=-1)
     minimum = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], dim=-1)

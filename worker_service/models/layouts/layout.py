@@ -23,8 +23,8 @@ ReadTensors = Mapping[str, Tensor]  # keyed by the suffixes of their names
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The dtypes and shapes that a tensor of a weight may have in the checkpoint. `shapes` maps each allowed dtype, as
-    safetensors spells it, to the shapes allowed with it."""
+    """The dtypes and shapes that a checkpoint may use for one tensor of a quantised weight, such as the scales.
+    `shapes` maps each allowed dtype, as safetensors spells it, to the shapes allowed with that dtype."""
 
     shapes: Mapping[str, tuple[TensorShape, ...]]
     is_optional: bool = False
@@ -34,18 +34,19 @@ class StoredTensor:
     def of(
         dtypes: Iterable[str], *shapes: TensorShape, is_optional: bool = False, other_kind: str = ""
     ) -> "StoredTensor":
-        """Return a tensor for which each of these shapes is allowed with each of these dtypes."""
+        """Describe a tensor for which each of the given shapes is allowed with each of the given dtypes."""
         return StoredTensor(dict.fromkeys(dtypes, shapes), is_optional, other_kind)
 
 
 class FaultyTensorError(Exception):
-    """Raised for a tensor of a weight with invalid content. The two arguments are the suffix of its name and the
-    fault."""
+    """Raised if a tensor of a quantised weight has invalid content, such as a scale that is not finite. The two
+    arguments are the suffix of the tensor's name and a description of the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A layout of quantised weights. Its functions receive a `WeightFormat` that names this layout.
+    """A layout in which checkpoints store quantised weights, such as AWQ or GPTQ, with the functions that check and
+    decode the tensors. The functions receive a `WeightFormat` that names this layout.
 
     Attributes:
         stored: returns the tensors that store a weight [out_size, in_size], keyed by the suffixes of their names.
@@ -65,8 +66,9 @@ class Layout:
     may_have_zero_biases: bool = False
 
     def stored_format(self, kept: WeightFormat, in_size: int, has_wide_scales: bool) -> StoredFormat | None:
-        """Return the format in which kernels keep a weight with `in_size` inputs. Return None if the weight must be
-        widened to floats: for group sizes without packed panels, and for groups of columns that are not neighbours."""
+        """Return the format in which the kernels keep a weight with `in_size` inputs. Return None if the weight must be
+        dequantised to floats: if the kernels do not support the group size, or if the columns of a group are not
+        neighbours (act-order)."""
         group_size = kept.columns or in_size
         if kept.has_act_order or not unit_size(self.held.element, group_size, in_size):
             return None
@@ -80,7 +82,8 @@ class Layout:
         )
 
     def working_bytes(self, kept: WeightFormat, num_elements: int) -> int:
-        """Return the most memory in bytes, besides the target, needed to decode a weight and run `copy_floats`."""
+        """Return an upper bound on the temporary memory, in bytes, needed to decode a weight with `num_elements`
+        elements and dequantise it with `copy_floats`. The memory of the target tensor is not included."""
         # The scales as stored, and expanded to one float32 row per output.
         scales = 12 * num_elements // kept.columns if kept.columns else 0
         chunk = 16 * min(num_elements, _CHUNK_ELEMENTS)
@@ -88,8 +91,8 @@ class Layout:
 
 
 def num_groups(kept: WeightFormat, in_size: int) -> int:
-    """Return the number of groups in `in_size` inputs. Raises ValueError if the group size does not divide
-    `in_size`."""
+    """Return the number of quantization groups among the `in_size` inputs of a weight. The inputs of a group share a
+    scale. Raises ValueError if the group size does not divide `in_size`."""
     group_size = kept.columns or in_size
     if in_size % group_size:
         raise ValueError(f"its {in_size} inputs are not a multiple of the group size {group_size}")
@@ -97,8 +100,8 @@ def num_groups(kept: WeightFormat, in_size: int) -> int:
 
 
 def scale_shapes(kept: WeightFormat, out_size: int, in_size: int) -> tuple[TensorShape, ...]:
-    """Return the shapes allowed for the scales, with one scale per block. Trailing dimensions of length 1 may be
-    omitted."""
+    """Return the shapes that a checkpoint may use for the scales of a weight [out_size, in_size], with one scale per
+    block. Trailing dimensions of length 1 may be omitted."""
     num_rows, num_columns = num_blocks(out_size, kept.rows), num_blocks(in_size, kept.columns)
     if num_columns > 1:
         return ((num_rows, num_columns),)
@@ -108,30 +111,34 @@ def scale_shapes(kept: WeightFormat, out_size: int, in_size: int) -> tuple[Tenso
 
 
 def num_blocks(size: int, block: int) -> int:
-    """Return the number of blocks in a dimension of `size`; a `block` of 0 is one block that covers the dimension."""
+    """Return the number of quantization blocks along a dimension of length `size`. A `block` of 0 means one block that
+    covers the dimension."""
     return -(-size // block) if block else 1
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Unpack 4-bit or 8-bit numbers from 32-bit words, lowest bits first: uint8 [rows, words * 32 / bits]."""
+    """Unpack 4-bit or 8-bit codes from 32-bit words, lowest bits first: [rows, words] -> uint8 [rows, words * 32 /
+    bits]."""
     # Flatten first: strides of dimensions of length 1 are arbitrary. All CPUs that torch supports are little-endian.
     numbers = words.contiguous().flatten().view(torch.uint8).view(len(words), -1)
     return numbers if bits == 8 else torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
 
 
 def signed(numbers: Tensor, bits: int) -> Tensor:
-    """Convert numbers stored with an offset of half the range to int8."""
+    """Convert unsigned codes, stored with an offset of half the range of `bits` bits, to signed int8 codes."""
     return (numbers - (1 << (bits - 1))).view(torch.int8)
 
 
 def by_row(blocks: Tensor, kept: WeightFormat, out_size: int) -> Tensor:
-    """Expand values per block to values per output: [out, blocks of columns]."""
+    """Expand scales or zero points that several rows of a weight share, so that each row has its own: [blocks of rows,
+    blocks of columns] -> [out, blocks of columns]."""
     rows = blocks.reshape(blocks.shape[0] if blocks.dim() else 1, -1)
     return rows if len(rows) == out_size else rows.repeat_interleave(kept.rows or out_size, 0)[:out_size]
 
 
 def checked_scale(kind: str, stored: Tensor) -> Tensor:
-    """Return the scales in float32. Raises FaultyTensorError if a scale is not finite."""
+    """Return the stored scales of a weight in float32. `kind` is the suffix of the tensor's name. Raises
+    FaultyTensorError if a scale is not finite."""
     scale = stored.float().contiguous()
     if not scale.isfinite().all():
         raise FaultyTensorError(kind, "has scales that are not finite")
@@ -139,8 +146,8 @@ def checked_scale(kind: str, stored: Tensor) -> Tensor:
 
 
 def groups_of_columns(kind: str, tensors: ReadTensors, num_groups: int) -> Tensor | None:
-    """Return the group of each column, or None if the groups are consecutive columns. Raises FaultyTensorError if a
-    group does not exist."""
+    """Return the quantization group of each column of a weight (the g_idx tensor of GPTQ), or None if each group
+    consists of consecutive columns. Raises FaultyTensorError if a column refers to a group that does not exist."""
     groups = tensors.get(kind)
     if groups is None:
         return None
@@ -153,8 +160,8 @@ def groups_of_columns(kind: str, tensors: ReadTensors, num_groups: int) -> Tenso
 
 
 def assemble(codes: Tensor, scale: Tensor, zeros: Tensor | None, column_groups: Tensor | None) -> StoredWeight:
-    """Return the weight `(code - zero) * scale` for int8 codes [out, in], and scales and zeros [out, groups]. If the
-    columns of a group are not neighbours (`column_groups` is given), the result is in floats."""
+    """Return the weight `(code - zero) * scale` for int8 codes [out, in], and scales and zeros [out, groups]. If
+    `column_groups` is given, the columns of a group are not neighbours, and the weight is returned in floats."""
     zeros = None if zeros is None or not zeros.any() else zeros.contiguous()
     if column_groups is None:
         return StoredWeight(codes, scale, codes.shape[1] // scale.shape[1], zero=zeros)
@@ -168,7 +175,8 @@ def assemble(codes: Tensor, scale: Tensor, zeros: Tensor | None, column_groups: 
 
 
 def copy_floats(target: Tensor, weight: StoredWeight) -> None:
-    """Dequantise a weight into `target` [out, in], which may have any dtype."""
+    """Dequantise a weight into `target` [out, in], which may have any dtype. The weight is converted a few rows at a
+    time, to limit the temporary memory."""
     for rows in _chunks(*target.shape):
         target[rows].copy_(weight[rows].dequantized())
 
