@@ -12,7 +12,8 @@ LayerCache = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The parameters that turn the dot products of queries and keys into attention weights.
+    """The parameters that turn the dot products of queries and keys into attention weights: scale, window, ALiBi
+    slopes, softcap and sinks.
 
     `pagewire.kernels.reference.attention_weights` specifies the computation.
 
@@ -39,7 +40,7 @@ class Scoring:
 
 
 class Selection(NamedTuple):
-    """The blocks to read, for attention that does not read all blocks of a row.
+    """The KV cache blocks to read in sparse attention, which does not read all blocks of a sequence.
 
     Attributes:
         blocks: [S, num_kv_heads, max_selected], the logical blocks that each KV head of a row reads: indexes into the
@@ -53,7 +54,8 @@ class Selection(NamedTuple):
 
 
 class NormRopeParams(NamedTuple):
-    """The norms and rotations that `norm_rope` applies to the query and key heads of a step of T tokens."""
+    """The norm weights and the cosines and sines that `norm_rope` applies to the query and key heads of a step of T
+    tokens."""
 
     num_heads: int  # query heads, which come first
     query_weight: Tensor | None  # [head_dim], as in `rms_norm`; None: queries are not normalized

@@ -12,17 +12,18 @@ _SCALE_BYTES = torch.float32.itemsize
 
 
 def row_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the number of elements in one row of a cache of `dtype`, including the scale."""
+    """Return the number of elements in one row of a KV cache of `dtype`: the values of one head at one position, and
+    the scale if the dtype has one."""
     return head_dim + _SCALE_BYTES if dtype == SCALED else head_dim
 
 
 def head_dim_of(cache: Tensor) -> int:
-    """Return the head_dim of a cache [..., row_size]."""
+    """Return the head_dim, without the scale, of a KV cache of shape [..., row_size]."""
     return cache.shape[-1] - _SCALE_BYTES if cache.dtype == SCALED else cache.shape[-1]
 
 
 def write_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the cache rows [..., row_size] of `dtype` for values [..., head_dim].
+    """Convert key or value heads [..., head_dim] to KV cache rows [..., row_size] of `dtype`.
 
     float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, https://arxiv.org/abs/2209.05433): values
     are rounded to nearest even and saturated at +-448; NaN stays NaN. int8: the scale is the largest absolute value of
@@ -42,7 +43,7 @@ def write_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values [..., head_dim] in `dtype` of cache rows [..., row_size]."""
+    """Convert KV cache rows [..., row_size] back to key or value heads [..., head_dim] in `dtype`."""
     if rows.dtype != SCALED:
         return rows.to(dtype)
     scale = rows[..., -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
@@ -50,7 +51,7 @@ def read_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TokenRows:
-    """The keys or values of one layer, viewed as one row per position.
+    """The key cache or the value cache of one layer, viewed as one long table with one row per position.
 
     Position `offset` of a block is cache row `block_id * block_stride + offset`. The rows between the positions of two
     blocks belong to other parts of a block, and no index refers to them.
@@ -69,12 +70,13 @@ class TokenRows:
         self._rows = rows.view(torch.uint8) if cache.dtype in EIGHT_BITS else rows
 
     def write(self, indexes: Tensor, values: Tensor) -> Tensor:
-        """Write values [N, num_kv_heads, head_dim] to the rows `indexes` [N]. Return the values that `read` will return
-        for them."""
+        """Write the key or value heads of N tokens, [N, num_kv_heads, head_dim], to the cache rows `indexes` [N].
+        Return the values as `read` will return them, after rounding to the cache's dtype."""
         rows = write_rows(values, self._dtype)
         self._rows.index_copy_(0, indexes, rows.view(self._rows.dtype))
         return read_rows(rows, values.dtype)
 
     def read(self, indexes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values [N, num_kv_heads, head_dim] of the rows `indexes` [N] in `dtype`."""
+        """Return the key or value heads, [N, num_kv_heads, head_dim], of the cache rows `indexes` [N], converted to
+        `dtype`."""
         return read_rows(self._rows.index_select(0, indexes).view(self._dtype), dtype)

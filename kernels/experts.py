@@ -16,7 +16,8 @@ MIN_SUM = 1e-20  # added to the sum that divides the weights, as DeepSeek-V3 doe
 
 
 def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token and compute their weights.
+    """Choose the experts of each token in a mixture-of-experts layer, from the router's logits, and compute the
+    experts' weights.
 
     Args:
         logits: [T, num_experts] float32, the output of the router.
@@ -42,7 +43,8 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
 
 
 def _of_top_groups(ranked: Tensor, routing: ExpertRouting) -> Tensor:
-    """Return the scores [T, num_experts] with -inf for the experts of groups that are not chosen."""
+    """Rank groups of experts by the sum of their two highest scores, and choose the best groups of each token. Return
+    the scores [T, num_experts], with -inf for the experts of all other groups."""
     groups = ranked.unflatten(1, (routing.num_groups, -1))  # [T, num_groups, experts of a group]
     best = groups.sort(descending=True).values[..., :2].sum(2)
     chosen = best.sort(descending=True, stable=True).indices[:, : routing.num_chosen_groups]
@@ -51,7 +53,8 @@ def _of_top_groups(ranked: Tensor, routing: ExpertRouting) -> Tensor:
 
 
 def multiply_routed(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None = None) -> Tensor:
-    """Return x W^T + b for each slot, with the weight and bias of the slot's expert.
+    """Return the expert outputs of a mixture-of-experts layer. A slot is one pair of token and chosen expert, and its
+    output is x W^T + b with the weight and bias of that expert.
 
     Args:
         x: [T, in_size], one row per token, or [T * num_chosen, in_size], one row per slot.
@@ -74,7 +77,8 @@ def multiply_routed(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | No
 
 
 def sum_slots(slots: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's slots, added in float32 in ascending order of expert ids.
+    """Combine the outputs of each token's experts: return their weighted sum, added in float32 in ascending order of
+    expert ids.
 
     Args:
         slots: [T * num_chosen, width].

@@ -13,7 +13,8 @@ ALIGNMENT = 4
 
 
 class RowTables(NamedTuple):
-    """The tokens and block tables of all rows, by slot.
+    """The tokens and block tables of all rows in a worker. A row is the worker's state of one running sequence, and its
+    slot is its index in these tables.
 
     Attributes:
         token_ids: [num_slots, max_len] int32.
@@ -27,7 +28,8 @@ class RowTables(NamedTuple):
 
 
 class GatheredTokens(NamedTuple):
-    """The new tokens of a step in step order, and the cache slots for their keys and values.
+    """The new tokens of a step, in the order of the step, with the KV cache slots to which their keys and values are
+    written.
 
     Attributes:
         token_ids: [T] int64.
@@ -45,7 +47,8 @@ class GatheredTokens(NamedTuple):
 def gather_tokens(
     tables: RowTables, slots: Tensor, lengths: Tensor, row_slots: Tensor, num_blocks: int
 ) -> GatheredTokens:
-    """Gather the new tokens of a step from the tables.
+    """Collect the inputs of a step from the tables of all rows: the new tokens, their positions, their KV cache slots,
+    and the block tables.
 
     Args:
         tables: the tables to read.
@@ -67,7 +70,8 @@ def gather_tokens(
 
 
 def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
-    """Gather the sampling parameters of rows, without biases, stop tokens and masks.
+    """Collect the sampling parameters of a step's rows from a table of all rows. Biases, stop tokens and masks are not
+    included.
 
     Args:
         lines: [len(FLOATS) + len(INTEGERS), num_slots] int32, one line per parameter. Floats are stored by their bits.

@@ -25,9 +25,10 @@ Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])
 
 
 def fmix32(value: Numbers) -> Numbers:
-    """Return MurmurHash3's finalizer of each number, a bijection of 32-bit numbers.
+    """Hash each number with the finalizer of MurmurHash3, which is a bijection of 32-bit numbers, and return the
+    hashes.
 
-    `value` is in [0, 2**32) and is overwritten.
+    `value` must be in [0, 2**32) and is overwritten.
     """
     value ^= value >> 16
     value *= FMIX_FIRST
@@ -40,7 +41,8 @@ def fmix32(value: Numbers) -> Numbers:
 
 
 def noise_keys(seeds: Numbers, sample_indexes: Numbers, positions: Numbers) -> Numbers:
-    """Return one noise key per row: [R] in [0, 2**32).
+    """Return the key of each row's random noise, [R] in [0, 2**32). The key is a hash of the row's seed, sample index
+    and position.
 
     Args:
         seeds: [R], the 64 bits of each seed.
@@ -54,9 +56,11 @@ def noise_keys(seeds: Numbers, sample_indexes: Numbers, positions: Numbers) -> N
 
 
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Return standard Gumbel noise for every token: [R, vocab_size] float32 for keys [R].
+    """Return standard Gumbel noise for every token of the vocabulary, [R, vocab_size] float32, for one noise key per
+    row, [R].
 
-    The uniform number has 23 random bits plus half a step. It is exact in float32 and never 0 or 1.
+    The noise is computed from a uniform random number with 23 random bits plus half a step. This number is exact in
+    float32 and never 0 or 1.
     """
     token_hashes = (torch.arange(vocab_size, device=keys.device) * TOKEN_MULTIPLIER).bitwise_and_(_MASK)
     hashes = fmix32(keys.unsqueeze(1) ^ token_hashes)

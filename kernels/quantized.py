@@ -29,12 +29,13 @@ MXFP4 = StoredFormat(torch.int8, GROUP_SIZE, 4, has_half_scales=True, has_power_
 
 
 def quantized_format(bits: int) -> StoredFormat:
-    """Return the format of weights with 8-bit or 4-bit codes."""
+    """Return the memory format of weights that are quantised to 8-bit or 4-bit codes in groups of GROUP_SIZE inputs."""
     return StoredFormat(torch.int8, GROUP_SIZE, bits, has_half_scales=True)
 
 
 def quantize(values: Tensor, bits: int) -> StoredWeight:
-    """Quantise float32 values [rows, columns] to 8 or 4 bits; the number of columns is a multiple of GROUP_SIZE.
+    """Quantise a weight, float32 [rows, columns], to codes of 8 or 4 bits with one scale per group of GROUP_SIZE
+    columns. The number of columns must be a multiple of GROUP_SIZE.
 
     Raises ValueError if a value is not finite, or if a scale is too large for float16.
     """
@@ -50,7 +51,8 @@ def quantize(values: Tensor, bits: int) -> StoredWeight:
 
 
 def round_scale(exact: Tensor) -> Tensor:
-    """Round scales to float16 numbers, in float32. Raises ValueError if a result is not finite."""
+    """Round the scales of a quantised weight to float16 precision, and return them in float32. Raises ValueError if a
+    result is not finite."""
     scale = exact.half().float()
     if not scale.isfinite().all():
         raise ValueError("it holds numbers that are not finite, or too large")
@@ -58,23 +60,26 @@ def round_scale(exact: Tensor) -> Tensor:
 
 
 def _largest(groups: Tensor) -> Tensor:
-    """Return the value of each group that is furthest from 0, with its sign; the first one among equals."""
+    """Return the value of each group that is furthest from 0, with its sign. Among equal distances, the first value
+    counts."""
     return groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def _rounded_away(values: Tensor) -> Tensor:
-    """Round to the nearest integer, with halves away from 0."""
+    """Round values to the nearest integer. Halves are rounded away from 0, as in llama.cpp."""
     whole = values.trunc()
     return whole.add_(((values - whole) * 2).trunc_())
 
 
 def mxfp4_codes(packed: Tensor) -> Tensor:
-    """Return twice the two MXFP4 numbers of each byte: int8 [number of bytes, 2], for bytes of any shape."""
+    """Unpack bytes that contain two MXFP4 numbers each. Return twice the numbers, which are integers, as int8 [number
+    of bytes, 2]. The bytes may have any shape."""
     return _PAIRS.view(torch.int16).flatten().index_select(0, packed.flatten().int()).view(torch.int8).view(-1, 2)
 
 
 def mxfp4_scales(exponents: Tensor, codes: Tensor) -> Tensor:
-    """Return half the power of two of each exponent byte, in float32 and in the shape of `exponents`.
+    """Convert the shared exponents of MXFP4 groups to scales: half the power of two of each exponent byte, in float32
+    and in the shape of `exponents`.
 
     The exponent byte 255 gives NaN.
 

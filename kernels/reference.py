@@ -12,7 +12,8 @@ from pagewire.kernels.cache_rows import read_rows, write_rows
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write the keys and values of a step's tokens to their slots in one layer's cache, in place.
+    """Write the keys and values of a step's tokens to one layer's paged KV cache, in place. `slot_mapping` gives the
+    cache position of each token.
 
     Args:
         key, value: [T, num_kv_heads, head_dim].
@@ -30,7 +31,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
 
 def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
-    """Copy block source_ids[i] of the cache to block target_ids[i], for all i, in place.
+    """Copy KV cache blocks within the cache, in place: block source_ids[i] to block target_ids[i], for all i.
 
     The cache is [num_blocks, ...]; ids are [N]. Every target is named once, and no target is also a source.
     """
@@ -39,13 +40,15 @@ def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
 
 
 def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy block block_ids[i] of the cache, [num_blocks, ...], to staging[i], for all i. `staging` is [N, ...]."""
+    """Copy KV cache blocks to a staging buffer: block block_ids[i] of the cache, [num_blocks, ...], to staging[i], for
+    all i. `staging` is [N, ...]."""
     for index, block_id in enumerate(block_ids.tolist()):
         staging[index] = cache[block_id]
 
 
 def scatter_blocks(staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
-    """Copy staging[i] to block block_ids[i] of the cache, for all i, as in `gather_blocks`. Every id is named once."""
+    """Copy KV cache blocks from a staging buffer [N, ...] to the cache: staging[i] to block block_ids[i], for all i. No
+    block id may occur twice."""
     for index, block_id in enumerate(block_ids.tolist()):
         cache[block_id] = staging[index]
 
@@ -60,8 +63,8 @@ def paged_attention(
     scoring: Scoring,
     selection: Selection | None = None,
 ) -> Tensor:
-    """Compute causal attention of S rows over one layer's paged cache, which already contains the rows' new keys and
-    values.
+    """Compute causal attention of S rows (one running sequence each) over one layer's paged KV cache, which already
+    contains the keys and values of the new tokens.
 
     Row i has tokens query_start_loc[i] to query_start_loc[i + 1] of the batch; they are the last of its seq_lens[i]
     positions. With a window, a query at position q attends only to positions q - window + 1 to q. Three kinds of
@@ -110,7 +113,8 @@ def paged_attention(
 def attention_weights(
     scores: Tensor, distances: Tensor, window: int, slopes: Tensor, softcap: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return the attention weights of each query; zeros for a query that attends to no position.
+    """Compute the attention weights of each query: the softmax over the scores of the keys that the query may attend
+    to. The weights of a query that attends to no position are zeros.
 
     Args:
         scores: [num_heads, queries, N], scaled, float32.
@@ -137,7 +141,7 @@ def attention_weights(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the root mean square normalization of the last dimension (Zhang and Sennrich, 2019,
+    """Return the root mean square normalization of x over the last dimension (Zhang and Sennrich, 2019,
     https://arxiv.org/abs/1910.07467).
 
     The normalized values are computed in float32 and rounded to the dtype of `weight`, [size]. Then they are multiplied
@@ -149,19 +153,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add `update` to `x` in place, both [T, size], and return `rms_norm` of the sum."""
+    """Add `update` to the residual stream `x` in place, both [T, size], and return `rms_norm` of the sum."""
     return rms_norm(x.add_(update), weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up (Shazeer, 2020, https://arxiv.org/abs/2002.05202) of `gate_up`, [T, 2 * size] with the
-    gates first. The result is [T, size]."""
+    """Return silu(gate) * up, the activation of a gated MLP (Shazeer, 2020, https://arxiv.org/abs/2002.05202): [T, 2 *
+    size] -> [T, size]. The gates are in the first half of each row of `gate_up`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (gate.float() / (1 + (-gate.float()).exp())).to(gate.dtype) * up
 
 
 def norm_rope(heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalize each query and key head that has a norm weight, then rotate it by its position, in place.
+    """Prepare query and key heads for attention, in place: normalize the heads that have a norm weight, then apply
+    rotary position embedding.
 
     The rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) rotates pairs (i, i + head_dim /
     2).

@@ -23,7 +23,8 @@ Int32 = Annotated[Tensor, torch.int32]
 
 
 class SamplingColumns(NamedTuple):
-    """The sampling parameters of R rows: one entry per row, contiguous, on the device of the logits.
+    """The sampling parameters of R rows, one running sequence each. Each column is a contiguous tensor with one entry
+    per row, on the device of the logits.
 
     Attributes:
         temperature: [R]; 0 chooses the highest logit.
@@ -74,9 +75,10 @@ class SamplingColumns(NamedTuple):
 
     @staticmethod
     def of(lines: Tensor, seeds: Tensor, num_tokens: Tensor) -> "SamplingColumns":
-        """Return columns without biases, stop tokens and masks.
+        """Build the sampling parameters from a table, without biases, stop tokens and masks.
 
-        `lines` are int32, in the order of `FLOATS` and `INTEGERS`; floats are stored by their bits.
+        `lines` is int32 with one line per parameter, in the order of `FLOATS` and `INTEGERS`. Floats are stored by
+        their bits.
         """
         floats, integers = lines[: len(FLOATS)].view(torch.float32), lines[len(FLOATS) :]
         columns = dict(zip((*FLOATS, *INTEGERS), (*floats, *integers), strict=True))
@@ -95,7 +97,8 @@ INTEGERS = tuple(name for name, dtype in DTYPES.items() if dtype is torch.int32 
 
 
 class TokenTarget(NamedTuple):
-    """Memory to which R rows write their chosen tokens, in addition to the returned `SampledTokens`.
+    """Memory to which the sampler writes the chosen tokens of R rows, in addition to the returned `SampledTokens`. The
+    next step can read the tokens there without waiting for the host.
 
     Attributes:
         token_ids: [num_slots, max_len] int32, the rows' tokens by slot. A chosen token is written to position
@@ -111,7 +114,7 @@ class TokenTarget(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """The results of sampling, one entry per row.
+    """The results of sampling: for each row, the chosen token and the log-probabilities that the row requested.
 
     Log-probabilities are undefined in rows that do not report them and in rows whose logits contain NaN.
 
@@ -140,7 +143,7 @@ def sample(
     max_logprobs: int | None = None,
     target: TokenTarget | None = None,
 ) -> SampledTokens:
-    """Choose a token for each row, and add it to the token counts.
+    """Sample the next token of each row (one running sequence) from its logits, and add the token to the token counts.
 
     Args:
         logits: [R, vocab_size] float32, overwritten.
@@ -189,7 +192,8 @@ def sample(
 def count_tokens(
     token_counts: Tensor, slots: Tensor, token_ids: Tensor, start_loc: Tensor, num_prompt_tokens: Tensor
 ) -> None:
-    """Count the tokens of N sequences into their lines of `token_counts`, [num_slots, vocab_size] int32.
+    """Count how often each token occurs in N sequences, for repetition, presence and frequency penalties. The counts
+    are stored in the sequences' lines of `token_counts`, [num_slots, vocab_size] int32.
 
     The previous content of these lines is replaced.
 
@@ -209,7 +213,8 @@ def count_tokens(
 def logprob_columns(
     logits: Tensor, token_ids: Tensor, num_top: int, listed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the log-probability and rank of one token in each of N rows, and the most likely tokens of each row.
+    """Return the log-probability and rank of one chosen token in each of N rows, and the most likely tokens of each row
+    with their log-probabilities.
 
     Args:
         logits: [N, vocab_size] float32.
@@ -232,7 +237,8 @@ def logprob_columns(
 
 
 def most_likely(logits: Tensor, num_top: int) -> Tensor:
-    """Return the ids of the highest logits of each row, highest first and lowest id first among equals: [N, num_top].
+    """Return the ids of the `num_top` tokens with the highest logits in each row, [N, num_top]. The highest logit comes
+    first, and among equal logits the lowest id.
 
     Among equal logits `topk` may return any tokens, depending on k. So this function requests one more token than it
     needs. Only if that token equals the last one does it search all equal tokens for the lowest ids.
@@ -254,22 +260,23 @@ def most_likely(logits: Tensor, num_top: int) -> Tensor:
 
 
 def _host_knows(tensor: Tensor) -> bool:
-    """Return whether the host can read the values of a tensor without waiting for a device."""
+    """Return whether the host can read the values of a tensor immediately, without waiting for a GPU."""
     return tensor.is_cpu
 
 
 def _in_order(values: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the ids [N, num] of some values of each row, highest value first and lowest id first among equals."""
+    """Sort some token ids of each row, [N, num], by their values. The highest value comes first, and among equal values
+    the lowest id."""
     token_ids, order = token_ids.sort(dim=1)
     order = values.gather(1, order).sort(dim=1, descending=True, stable=True).indices
     return token_ids.gather(1, order)
 
 
 def _lowest_of_equals(logits: Tensor, token_ids: Tensor, last: Tensor) -> Tensor:
-    """Return the most likely tokens of each row, with the lowest ids among tokens that equal the last one: [N,
-    num_top].
+    """Replace tokens at the end of each row's list of most likely tokens, so that among tokens with equal logits the
+    lowest ids are listed. Return the list, [N, num_top].
 
-    `last`: [N, 1], the logits of the last tokens.
+    `last` [N, 1] contains the logit of the last token in each list.
     """
     vocab_size, num_top = logits.shape[1], token_ids.shape[1]
     all_ids, places = (torch.arange(size, device=logits.device) for size in (vocab_size, num_top))
@@ -281,7 +288,8 @@ def _lowest_of_equals(logits: Tensor, token_ids: Tensor, last: Tensor) -> Tensor
 
 
 def _allowed(columns: SamplingColumns, row: int, vocab_size: int) -> Tensor:
-    """Return the tokens that a row may choose, [vocab_size] bool."""
+    """Return a mask of the tokens that a row may choose, [vocab_size] bool. All tokens are allowed if the row has no
+    mask."""
     if columns.masks is None or columns.mask_lines is None or columns.mask_lines[row] < 0:
         return torch.ones(vocab_size, dtype=torch.bool)
     token_ids = torch.arange(vocab_size)
@@ -289,7 +297,8 @@ def _allowed(columns: SamplingColumns, row: int, vocab_size: int) -> Tensor:
 
 
 def _adjust(logits: Tensor, columns: SamplingColumns, row: int, token_counts: Tensor | None, allowed: Tensor) -> None:
-    """Apply mask, bias, suppression and penalties, in this order, to logits [vocab_size] in place."""
+    """Edit a row's logits [vocab_size] in place before sampling. Apply the mask, the logit bias, the suppression of
+    stop tokens and the penalties, in this order."""
     vocab_size = len(logits)
     allowed = allowed.to(logits.device)
     logits[~allowed] = -torch.inf
@@ -326,9 +335,10 @@ def _choose(logits: Tensor, columns: SamplingColumns, row: int) -> int:
 
 
 def lowest_kept(scaled: Tensor, top_k: int, top_p: float, min_p: Tensor) -> Tensor:
-    """Return the lowest value that the filters keep, as float32.
+    """Return the lowest value that the top-k, top-p and min-p filters keep, as a float32 tensor. All tokens with a
+    lower value are dropped.
 
-    `scaled`: [vocab_size], logits divided by the temperature, with a highest value of 0.
+    `scaled` [vocab_size] contains the logits divided by the temperature, with a highest value of 0.
     """
     threshold = min_p.log()
     kept = scaled.sort(descending=True).values[: top_k or None]

@@ -19,7 +19,8 @@ MAX_INPUTS = 2**31 // (127 * 128) // BLOCK * BLOCK  # inputs whose int8 dot prod
 
 
 class RoundedRows(NamedTuple):
-    """Rows of activations whose value is `values * scale`.
+    """Rows of activations rounded to 8 bits, each with one scale or one scale per group of inputs. The represented
+    value is `values * scale`.
 
     Attributes:
         values: int8 or float8_e4m3fn [T, in_size].
@@ -31,7 +32,8 @@ class RoundedRows(NamedTuple):
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
-    """Round rows to 8 bits symmetrically, each group of inputs by its own largest absolute value.
+    """Round rows of activations to 8 bits, symmetrically around 0. Each group of inputs is scaled by its own largest
+    absolute value.
 
     The scale of a group is `max|x| / 127` (int8) or `max|x| / 448` (FP8), divided in float32, and at least 2^-126 so
     that zeros stay zeros. Its values are `x / scale`, divided in float32 and rounded to nearest even. If a group
@@ -61,7 +63,7 @@ def multiply(
     bias: Tensor | None = None,
     output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return x W^T + b of rounded rows and a weight of the same dtype.
+    """Return x W^T + b for activations x rounded to 8 bits and an 8-bit weight W of the same dtype.
 
     With one scale per output, the result is `sum * row's scale * output's scale + b`, in this order. For int8 the `sum`
     is exact, in int32, and then rounded to float32. For FP8 the `sum` is in float32. With scales of blocks, the result
@@ -93,7 +95,8 @@ def multiply(
 
 
 def _sum_products(rows: Tensor, weight: Tensor) -> Tensor:
-    """Return rows times weight^T without scales: float32 [T, out_size]."""
+    """Return the matrix multiplication of rounded rows and weight^T, without applying the scales: float32 [T,
+    out_size]."""
     if rows.dtype == torch.int8:  # float64 sums are exact on every device
         return (rows.double() @ weight.double().T).float()
     return rows.float() @ weight.float().T

@@ -19,9 +19,10 @@ _FLOATS = torch.arange(256, dtype=torch.uint8).view(FLOAT8).float()
 
 
 def unit_size(element: torch.dtype, group_size: int, in_size: int) -> int:
-    """Return the number of inputs that share a scale in packed panels of the CPU kernels.
+    """Return the number of inputs that share a scale when the CPU kernels pack a quantised weight into panels. A larger
+    group may be divided into several units.
 
-    0: groups of this size cannot be packed into panels.
+    Return 0 if groups of this size cannot be packed into panels.
     """
     unit = math.gcd(group_size, in_size, _MAX_UNITS[element])
     is_cut = element == torch.int8 and in_size % group_size
@@ -30,7 +31,8 @@ def unit_size(element: torch.dtype, group_size: int, in_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """The format of a weight, known before the weight is read. The weight may turn out to use less memory."""
+    """The memory format of a model's weight, known before the weight is read from the checkpoint. The weight may turn
+    out to use less memory."""
 
     element: torch.dtype  # float32, bfloat16, float16 (values), or int8 (codes), float8_e4m3fn
     group_size: int = 0  # inputs that share a scale, for codes a multiple of 16; 0: no scales
@@ -43,14 +45,16 @@ class StoredFormat:
     rounds_inputs: bool = False  # inputs are to be rounded to 8 bits of the same kind
 
     def describe(self) -> str:
-        """Return the name of the elements."""
+        """Return the name of the type of the weight's elements for log lines, such as "bfloat16" or "codes of 4
+        bits"."""
         names = {FLOAT8: "float8", torch.int8: f"codes of {self.bits} bits"}
         return names.get(self.element) or str(self.element).removeprefix("torch.")
 
     def num_bytes(self, out_size: int, in_size: int) -> int:
-        """Estimate the memory of a weight in packed panels of the CPU kernels, in bytes.
+        """Estimate the memory, in bytes, of a weight [out_size, in_size] of this format after the CPU kernels have
+        packed it.
 
-        The format must have panels: `unit_size` is not 0.
+        The CPU kernels must support the group size: `unit_size` must not be 0.
         """
         num_scales, has_factors = 1 + self.has_minima, self.has_factors and in_size % BLOCK == 0
         scale_bytes = 1 if has_factors or self.has_power_scales else 2 if self.has_half_scales else 4
@@ -61,7 +65,8 @@ class StoredFormat:
 
     @staticmethod
     def join(formats: Sequence["StoredFormat"]) -> "StoredFormat":
-        """Return the format of several weights concatenated along the outputs. All must have the same element."""
+        """Return the format of several weights that are concatenated along the outputs, such as Q, K and V. All formats
+        must have the same element type."""
         (element,) = {each.element for each in formats}
         return StoredFormat(
             element,
@@ -78,7 +83,8 @@ class StoredFormat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredWeight:
-    """A weight [out_size, in_size] of floats, or of values in groups of inputs that share a scale.
+    """The weight [out_size, in_size] of a linear layer, as read from a checkpoint: floats, or quantised values in
+    groups of inputs that share a scale.
 
     With scales, the weight is `scale * (values - zero) - minimum`, in float32. A group is a number of consecutive
     inputs of one output; the last group may be shorter.
@@ -104,7 +110,7 @@ class StoredWeight:
     minimum_factor: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the sizes or dtypes of the parts do not match."""
+        """Raise ValueError if the sizes or dtypes of the weight's values, scales, minima and zeros do not match."""
         if self.scale is None:
             return
         if self.element not in _MAX_UNITS or self.values.ndim != 2:
@@ -127,22 +133,23 @@ class StoredWeight:
         return self.values.dtype
 
     def parts(self) -> dict[str, Tensor]:
-        """Return the tensors that are not None, by attribute name. Each row of a part belongs to one output."""
+        """Return the tensors of this weight (values, scales, minima and so on) that are not None, by attribute name.
+        Each row of a tensor belongs to one output."""
         names = ("values", "scale", "minimum", "zero", "scale_factor", "minimum_factor")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def with_each(self, change: Callable[[Tensor], Tensor]) -> "StoredWeight":
-        """Return a weight whose parts are the results of `change` on each part. `change` may alter the outputs, not the
-        inputs."""
+        """Apply `change` to each tensor of this weight (values, scales and so on), and return a weight of the results.
+        `change` may select or reorder outputs, but must not alter the inputs."""
         changed = {name: change(part) for name, part in self.parts().items()}
         return replace(self, **changed)  # type: ignore[arg-type]
 
     def __getitem__(self, rows: Tensor | slice) -> "StoredWeight":
-        """Return the weight with these outputs, in this order."""
+        """Return the weight with only the selected outputs, in the order of `rows`."""
         return self.with_each(lambda part: part[rows])
 
     def cut(self, columns: slice) -> "StoredWeight":
-        """Return the weight with the inputs of the slice `columns`, which must start and end at the bounds of
+        """Return the weight with only the inputs of the slice `columns`. The slice must start and end at the bounds of
         groups."""
         if columns == slice(None):
             return self
@@ -158,7 +165,7 @@ class StoredWeight:
         return replace(whole, values=values, group_size=min(size, stop - first), **groups)
 
     def without_factors(self) -> "StoredWeight":
-        """Return the same weight with the factors multiplied into the scales and minima."""
+        """Return the same weight without shared factors: the factors are multiplied into the scales and minima."""
         if self.scale is None or self.scale_factor is None:
             return self
         per_block = BLOCK // self.group_size
@@ -169,7 +176,7 @@ class StoredWeight:
         return replace(self, scale=scale, minimum=minimum, scale_factor=None, minimum_factor=None)
 
     def dequantized(self) -> Tensor:
-        """Return the weight in float32, [out_size, in_size].
+        """Return the weight as floats, float32 [out_size, in_size].
 
         The multiplication by the scale is rounded before the minimum is subtracted.
         """
@@ -184,11 +191,13 @@ class StoredWeight:
         return values
 
     def to_floats(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight in a float dtype, which may be the dtype of its values."""
+        """Return the weight in the float dtype `dtype`, and dequantise it first if it has scales. Values that already
+        have this dtype are not copied."""
         return (self.values if self.scale is None else self.dequantized()).to(dtype)
 
     def in_groups_of(self, size: int) -> "StoredWeight":
-        """Return the same weight in smaller groups. `size` must divide the current group size."""
+        """Return the same quantised weight with smaller groups of `size` inputs, by repeating scales, minima and zeros.
+        `size` must divide the current group size."""
         num_groups = -(-self.values.shape[1] // size) if size else 0
         finer = {
             name: part.repeat_interleave(self.group_size // size, 1)[:, :num_groups]
@@ -199,9 +208,10 @@ class StoredWeight:
 
     @staticmethod
     def join(weights: Sequence["StoredWeight"]) -> "StoredWeight":
-        """Return the concatenation of several weights along the outputs.
+        """Concatenate several weights along the outputs, for example to merge Q, K and V into one matrix
+        multiplication.
 
-        All weights must have the same number of inputs. If their elements differ, the result is float32.
+        All weights must have the same number of inputs. If their element types differ, the result is float32.
         """
         if len(weights) == 1:
             return weights[0]
@@ -219,12 +229,13 @@ class StoredWeight:
         return StoredWeight(**joined, group_size=group_size)
 
     def _of_inputs(self, part: Tensor) -> Tensor:
-        """Expand a part from groups to inputs, [out_size, in_size]; or [out_size, 1] if there is only one group."""
+        """Expand scales, minima or zeros from one value per group to one value per input, [out_size, in_size]. If there
+        is only one group, return [out_size, 1], which broadcasts."""
         return part if part.shape[1] == 1 else part.repeat_interleave(self.group_size, 1)[:, : self.values.shape[1]]
 
 
 def _widened(values: Tensor) -> Tensor:
-    """Return the values as float32. The result is a new tensor unless the values are float32."""
+    """Convert the values of a weight to float32. The result is a new tensor unless the values are already float32."""
     if values.dtype != FLOAT8:
         return values.float()
     codes = values.view(torch.uint8).int()

@@ -34,10 +34,11 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def load_kernels(build: Build) -> CpuKernels | BuildError:
-    """Load the kernels for `build`, or return the error that prevents it.
+    """Load the CPU kernels for `build`, and compile them if necessary. If this is not possible, return the error and
+    log a warning.
 
-    The result is cached, so each build is tried once per process. A failure is also logged as a warning. The first call
-    may take seconds, because it compiles the kernels.
+    The result is cached, so each build is tried once per process. The first call may take seconds, because it compiles
+    the kernels.
     """
     try:
         kernels = CpuKernels(load_library(build))

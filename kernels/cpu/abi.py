@@ -28,7 +28,8 @@ _POINTED = {
 
 @functools.cache
 def element_of(dtype: torch.dtype) -> int:
-    """Return the kernels' element number for a dtype. Raises ValueError if the kernels do not support the dtype."""
+    """Return the number by which the C kernels identify a torch dtype. Raises ValueError if the C kernels do not
+    support the dtype."""
     element = getattr(constants, f"ELEMENT_{str(dtype).removeprefix('torch.').upper()}", None)
     if element is None:
         raise ValueError(f"no kernel supports {dtype}")
@@ -36,14 +37,14 @@ def element_of(dtype: torch.dtype) -> int:
 
 
 def address_of(tensor: Tensor | None) -> Any:
-    """Return the address of the first element of a tensor as a `void *`. None becomes a null pointer."""
+    """Return the memory address of a tensor's first element as a `void *` for C. Return a null pointer for None."""
     return ffi.NULL if tensor is None else ffi.cast(POINTER, tensor.data_ptr())
 
 
 def check(
     name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], *, is_strided: bool = False
 ) -> None:
-    """Raise ValueError unless the tensor has this dtype and shape, is contiguous and is on the CPU.
+    """Raise ValueError unless a tensor for a C kernel has this dtype and shape, is contiguous and is on the CPU.
 
     `name` is used in the error message. A `tensor` of None is accepted, for optional arguments. With `is_strided`, the
     first dimension may have any stride, and only the inner dimensions must be contiguous. For example, tokens may be
@@ -60,7 +61,7 @@ def check(
 
 
 class Structure:
-    """A C structure in memory; `at` is its pointer.
+    """A C structure that Python fills in by the names of its members. The attribute `at` is the pointer to pass to C.
 
     The structure stores addresses of tensors and does not keep the tensors alive.
     """
@@ -72,7 +73,7 @@ class Structure:
         self.put(**values)
 
     def put(self, **values: Any) -> None:
-        """Set members of the structure by name.
+        """Set members of the C structure by name.
 
         A pointer member accepts a tensor, a cffi pointer, an integer address, or None for null. Raises ValueError if a
         tensor is not contiguous, is not on the CPU, or does not have the member's dtype.
@@ -91,7 +92,7 @@ class Structure:
 
 @functools.cache
 def _pointers(name: str) -> Mapping[str, tuple[int, torch.dtype | None]]:
-    """Return the pointer members of a structure by name, each with its index in 8-byte words and the dtype that it
-    points to."""
+    """Return the pointer members of a C structure by name. Each has its index in 8-byte words and the torch dtype of
+    the values to which it points, or None for other types."""
     members = ((name, member) for name, member in ffi.typeof(name).fields if member.type.kind == "pointer")
     return {name: (member.offset // 8, _POINTED.get(member.type.item.cname)) for name, member in members}

@@ -49,20 +49,20 @@ _MAX_REASON = 240
 
 
 class BuildError(Exception):
-    """The kernels cannot be compiled or loaded on this machine. The message gives the reason."""
+    """Raised if the CPU kernels cannot be compiled or loaded on this machine. The message gives the reason."""
 
 
 class NoMemoryError(BuildError):
-    """The kernels cannot be compiled because memory ran out."""
+    """Raised if the CPU kernels cannot be compiled because memory ran out."""
 
 
 class TransientError(BuildError):
-    """The compiler failed for a temporary reason, so that a later attempt may succeed."""
+    """Raised if the C compiler failed for a temporary reason, such as an interruption. A later attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A C compiler that was found and answered `--version`.
+    """A C compiler that exists on this machine and answered `--version`.
 
     Attributes:
         name: the name under which it was looked up, as the user may write it.
@@ -76,7 +76,7 @@ class Compiler:
 
     @property
     def link_flags(self) -> tuple[str, ...]:
-        """The flags for linking a library.
+        """The compiler flags for linking the kernels into a shared library.
 
         With GCC, -fopenmp is left out, so that the library does not load an OpenMP runtime of its own. clang needs the
         flag, because its code can only call its own runtime.
@@ -84,17 +84,18 @@ class Compiler:
         return ("-lm", "-fopenmp") if "clang" in self.version else ("-lm",)
 
     def compile(self, flags: Sequence[str], pipe: int, source: Path, target: Path) -> None:
-        """Compile a source file to an object file. Raises BuildError if the compiler fails and OSError if the disk is
-        full."""
+        """Compile a C source file to an object file. `pipe` is the reading end of a pipe from `open_pipe`. Raises
+        BuildError if the compiler fails and OSError if the disk is full."""
         run([*self.command, *flags, "-c", "-o", str(target), str(source)], pipe, target.parent)
 
     def link(self, objects: Sequence[Path], target: Path, pipe: int) -> None:
-        """Link object files into a shared library. Raises BuildError if the compiler fails and OSError if the disk is
-        full."""
+        """Link object files into a shared library. `pipe` is the reading end of a pipe from `open_pipe`. Raises
+        BuildError if the compiler fails and OSError if the disk is full."""
         run([*self.command, "-shared", "-o", str(target), *map(str, objects), *self.link_flags], pipe, target.parent)
 
     def test_build(self, flags: Sequence[str], folder: Path, pipe: int) -> None:
-        """Build a trivial library with these flags in `folder`, to test the compiler. Raises BuildError and OSError."""
+        """Build a trivial library with these flags in `folder`, to test whether the compiler works. Raises BuildError
+        if the compiler fails and OSError if the disk is full."""
         source, compiled = folder / "trial.c", folder / "trial.o"
         source.write_text(_TRIAL)
         try:
@@ -107,7 +108,7 @@ class Compiler:
 
 
 def find_compilers(named: str | None, refusals: dict[str, str]) -> Iterator[Compiler]:
-    """Yield the working compilers: first `named`, then cc, gcc and clang.
+    """Yield the C compilers that work on this machine: first the compiler `named` by the user, then cc, gcc and clang.
 
     `named` is split into words as a shell would split it. A compiler is run only when the iteration reaches it.
     `refusals` receives the reason for each name that does not work. A compiler with several names is yielded once.
@@ -132,7 +133,7 @@ def find_compilers(named: str | None, refusals: dict[str, str]) -> Iterator[Comp
 
 
 def _program(path: str) -> str:
-    """Return the real path of a program, so that one compiler under two names is recognised.
+    """Return the real path of a compiler's program, so that one compiler under two names is recognised.
 
     A wrapper such as ccache keeps its own path, since it runs a different compiler for each of its names.
     """
@@ -146,10 +147,11 @@ def describe_refusals(refusals: dict[str, str]) -> str:
 
 @contextmanager
 def open_pipe() -> Iterator[tuple[int, BinaryIO]]:
-    """Open a pipe, and yield its reading end, for the watchers of compilers, and its writing end.
+    """Open a pipe that kills running compilers when it is closed. Yield its reading end, which `run` passes to a
+    watcher process of each compiler, and its writing end.
 
-    Closing the writing end kills every compiler that runs with this pipe. A compiler that starts afterwards is killed
-    too.
+    When the writing end is closed, every compiler that runs with this pipe is killed. A compiler that starts afterwards
+    is killed too.
     """
     reading, writing = os.pipe()
     try:
@@ -160,7 +162,8 @@ def open_pipe() -> Iterator[tuple[int, BinaryIO]]:
 
 
 def run(command: Sequence[str], pipe: int, folder: Path | None = None) -> str:
-    """Run a compiler and return its output. `folder` is the compiler's directory for temporary files.
+    """Run a compiler command and return its output. `pipe` is the reading end of a pipe from `open_pipe`. `folder` is
+    the compiler's directory for temporary files.
 
     Raises BuildError with a short reason if the compiler fails or takes longer than 300 s. Raises OSError if the disk
     is full.

@@ -27,7 +27,7 @@ _CACHES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, to
 
 
 class DecoderKernel:
-    """A model as a list of operations that computes logits from token ids.
+    """A whole model that runs in C: a list of operations that computes logits from token ids, with one call per step.
 
     Activations are float32, and each matmul rounds its input as its packed weight specifies. The KV cache may have any
     dtype of `_CACHES`.
@@ -39,7 +39,8 @@ class DecoderKernel:
         operations: Sequence[Any],
         all_reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """
+        """Build the C form of a model from its operations and packed weights.
+
         Args:
             operations: operations of `pagewire.network.operations`. The last one is the head. Each weight is replaced
                 by its form for these kernels. A matrix is a `PackedLinear`, and the matrices of experts are a list of
@@ -92,7 +93,7 @@ class DecoderKernel:
         self._tokens = Structure("decoder_step")
 
     def _put_fields(self, at: Any, values: Any) -> None:
-        """Fill in the members of an operation from the fields of `values`.
+        """Fill in the members of a C operation from the fields of the Python operation `values`.
 
         The type of a value decides how it is stored. A string is the name of a C constant if the member is an enum, and
         otherwise the name of a buffer.
@@ -132,7 +133,8 @@ class DecoderKernel:
         scorings: Sequence[Scoring],
         kv_cache: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run one step through all layers, and write its keys and values to the cache.
+        """Run one step through all layers of the model, and write the keys and values of the new tokens to the KV
+        cache.
 
         Args:
             token_ids, positions: [T] int64; the values are not checked.
@@ -184,20 +186,23 @@ class DecoderKernel:
         return hidden, logits, highest
 
     def _sum_up(self) -> int:
-        """Run the all-reduce. C calls this function."""
+        """Sum the exchange buffer over all ranks. C calls this function in the middle of a step, where the model needs
+        an all-reduce. Return the status code for C."""
         assert self._all_reduce is not None
         self._exchanged.copy_(self._all_reduce(self._exchanged))
         return constants.DONE
 
     def times(self) -> dict[str, int]:
-        """Return the duration of each part of the last step in nanoseconds, keyed by `PARTS`.
+        """Return the duration of each part of the last step (norms, matmuls, rotary embedding, attention, head) in
+        nanoseconds, keyed by `PARTS`.
 
         The duration of all-reduces is not included. Activation functions count as part of the matmuls ("products").
         """
         return dict(zip(PARTS, self._tokens.at.times, strict=False))
 
     def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[Scoring]) -> None:
-        """Point the operations to a cache. Raises ValueError if its layers differ in dtype, shape or strides."""
+        """Point the attention operations to a KV cache, with one pair of tensors per layer. Raises ValueError if the
+        layers differ in dtype, shape or strides, or do not fit the model."""
         if kv_cache is self._cache[0]:
             return
         first_key, first_value = kv_cache[0]
@@ -224,8 +229,8 @@ class DecoderKernel:
 
 
 def _put_tensor(place: Any, name: str, tensor: Tensor) -> None:
-    """Store a tensor's address, element type and size in a C structure. Raises ValueError if the tensor is not
-    contiguous."""
+    """Store a tensor's address, element type and size in the member `place` of a C structure. Raises ValueError if the
+    tensor is not contiguous."""
     check(name, tensor, tensor.dtype, tuple(tensor.shape))
     place.values, place.element = address_of(tensor), element_of(tensor.dtype)
     place.num_rows, place.width = tensor.numel() // max(tensor.shape[-1], 1), tensor.shape[-1]

@@ -39,7 +39,8 @@ _EXPONENT_BITS = 0x7F800000  # of float32
 
 
 class CpuKernels:
-    """The loaded kernels. Calls release the GIL and use `torch.get_num_threads()` threads."""
+    """The compiled C kernels as Python functions on tensors. The functions release the GIL and use
+    `torch.get_num_threads()` threads."""
 
     def __init__(self, library: Library) -> None:
         self.library, self._path = library
@@ -51,8 +52,8 @@ class CpuKernels:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the compiled library, in hexadecimal. The layout of panels can change only together with this
-        digest."""
+        """The SHA-256 of the compiled library, in hexadecimal. The memory layout of packed weights can change only
+        together with this digest, so the digest identifies the layout of stored packed weights."""
         return hashlib.sha256(self._path.read_bytes()).hexdigest()
 
     # Attention
@@ -67,8 +68,8 @@ class CpuKernels:
         key_cache: Tensor,
         value_cache: Tensor,
     ) -> Tensor:
-        """Write a step's keys and values to the cache of one layer, in place, then compute causal attention for its
-        rows.
+        """Write a step's keys and values to the KV cache of one layer, in place, then compute causal attention for the
+        step's rows (one running sequence each).
 
         A row attends to all its cached positions, including the new ones. The step may mix rows with any number of
         queries. The kernel computes an online softmax in float32 (Milakov and Gimelshein, 2018,
@@ -99,7 +100,8 @@ class CpuKernels:
     def pack_linear(
         self, weight: StoredWeight, bias: Tensor | None = None, activation: torch.dtype = torch.float32
     ) -> PackedLinear:
-        """Pack a weight into panels for `linear`, without changing its values.
+        """Pack the weight of a linear layer into panels, the memory layout that the C matrix multiplication needs. The
+        values do not change.
 
         Codes are stored in 4 bits if there are at most 16 distinct ones. Their scales and minima are stored in the
         narrowest dtype that represents all of them exactly.
@@ -132,7 +134,8 @@ class CpuKernels:
         return replace(empty, panels=panels)
 
     def _format_of(self, weight: StoredWeight) -> PanelFormat:
-        """Return the panel format that represents a weight exactly in the fewest bits."""
+        """Return the panel format that represents a weight exactly in the fewest bits. Raises ValueError if the group
+        size is not supported."""
         element, values = weight.element, weight.values
         if weight.scale is None:
             return PanelFormat(element)
@@ -156,12 +159,13 @@ class CpuKernels:
         )
 
     def can_gate(self, packed: PackedLinear) -> bool:
-        """Return whether one matmul with this weight can also apply the gate: its first half of outputs gates the
-        second."""
+        """Return whether one matmul with this weight can also apply the gate of a gated MLP. The first half of the
+        weight's outputs are the gates of the second half."""
         return bool(self.library.is_gateable(packed.layer))
 
     def quantize(self, values: Tensor, bits: int) -> StoredWeight:
-        """Quantise float32 values [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.quantized`.
+        """Quantise a weight, float32 [rows, columns], to codes of 8 or 4 bits. `pagewire.kernels.quantized.quantize`
+        specifies the rounding.
 
         Raises:
             ValueError: shapes, strides or dtypes do not fit, or a value is not finite or too large.
@@ -176,8 +180,8 @@ class CpuKernels:
         return StoredWeight(codes, round_scale(scale), GROUP_SIZE)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """Compute x W^T + b in float32: [T, in_size] to [T, out_size]. The output of a row does not depend on other
-        rows.
+        """Compute the output of a linear layer, x W^T + b, in float32: [T, in_size] to [T, out_size]. The output of a
+        row does not depend on other rows.
 
         Raises:
             ValueError: the shape, strides or dtype of `x` do not fit.
@@ -189,8 +193,8 @@ class CpuKernels:
         return output
 
     def multiply_routed(self, x: Tensor, experts: PackedExperts, ids: Tensor) -> Tensor:
-        """Multiply each token by the weights of its experts, in float32, as `pagewire.kernels.experts.multiply_routed`
-        does.
+        """Multiply each token by the weights of its chosen experts, in float32, as
+        `pagewire.kernels.experts.multiply_routed` does.
 
         A slot is one pair of token and chosen expert. The output of a slot equals the output of `linear` and does not
         depend on other slots.
@@ -228,7 +232,7 @@ class CpuKernels:
     def lookup_rows(self, packed: PackedLinear, indexes: Tensor) -> Tensor:
         """Return rows of a packed weight in float32, as an embedding looks them up: [T] int64 to [T, in_size].
 
-        The indexes are trusted. Raises ValueError if they are not int64 or not contiguous.
+        The values of the indexes are not checked. Raises ValueError if the indexes are not int64 or not contiguous.
         """
         check("indexes", indexes, torch.int64, (len(indexes),))
         output = torch.empty(len(indexes), packed.in_size)
@@ -238,14 +242,16 @@ class CpuKernels:
     # Between matmuls
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Compute x / sqrt(mean(x^2) + eps), rounded, times weight (https://arxiv.org/abs/1910.07467).
+        """Return the root mean square normalization x / sqrt(mean(x^2) + eps), rounded, times weight
+        (https://arxiv.org/abs/1910.07467).
 
         `x` is [T, size] and `weight` is [size]. Raises ValueError if shapes, strides or dtypes do not fit.
         """
         return self.add_rms_norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add `update` to `x` in place, unless it is None, and return `rms_norm` of the sum. Both are [T, size].
+        """Add `update` to the residual stream `x` in place, unless `update` is None, and return `rms_norm` of the sum.
+        `x` and `update` are [T, size].
 
         Raises ValueError if shapes, strides or dtypes do not fit.
         """
@@ -258,7 +264,7 @@ class CpuKernels:
         return output
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Compute silu(gate) * up (https://arxiv.org/abs/2002.05202).
+        """Return silu(gate) * up, the activation of a gated MLP (https://arxiv.org/abs/2002.05202).
 
         `gate_up` is [T, 2 * size], gates first, and the result is [T, size]. Raises ValueError if the tensor is strided
         or its width is odd.
@@ -270,7 +276,7 @@ class CpuKernels:
         return output
 
     def norm_rope(self, heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalize the heads of queries and keys, then rotate them by their positions, in place.
+        """Prepare query and key heads for attention, in place: normalize them, then apply rotary position embedding.
 
         Queries or keys without a norm weight are only rotated.
 
@@ -316,7 +322,7 @@ class CpuKernels:
         return query, key, value
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Call a C function, passing tensors as pointers and dtypes as element numbers.
+        """Call a function of the C library, passing tensors as pointers and dtypes as element numbers.
 
         Raises ValueError if the function does not support the dtypes, and MemoryError if memory ran out.
         """
@@ -335,7 +341,8 @@ def _passed(argument: Any) -> Any:
 
 
 def _is_narrow(weight: StoredWeight) -> bool:
-    """Return whether panels can store this weight's scales and minima as int8, and their factors as float16."""
+    """Return whether packed panels can store this weight's scales and minima as int8 and their shared factors as
+    float16, without changing a value."""
     floats = {name: part for name, part in weight.parts().items() if name not in ("values", "zero")}
     dtypes = {name: torch.float16 if name.endswith("factor") else torch.int8 for name in floats}
     return "scale_factor" in floats and all(_holds(dtypes[name], part) for name, part in floats.items())

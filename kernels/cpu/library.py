@@ -76,7 +76,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The settings for building the kernels.
+    """The settings for compiling and loading the C kernels for CPUs.
 
     Attributes:
         variant: "native" for the widest variant that this processor runs, or one of VARIANTS.
@@ -94,14 +94,15 @@ class Build:
 
 
 class Library(NamedTuple):
-    """The functions of abi.h in a loaded library, and the library's path."""
+    """The loaded shared library of the C kernels: the functions that abi.h declares, and the path of the file."""
 
     functions: Any
     path: Path
 
 
 def load_library(build: Build) -> Library:
-    """Load the kernels: the library of the package, or a cached one, or one that is built now. Raises BuildError."""
+    """Load the shared library of the C kernels. Use the library that the package contains, else a library in the cache
+    folder, else compile one now. Raises BuildError if no library can be compiled or loaded."""
     variant = choose_variant(build.variant)
     path = BUILT / f"{variant}.so"
     if not is_sealed(path):
@@ -121,14 +122,15 @@ def load_library(build: Build) -> Library:
 
 
 def _remedy(path: Path) -> str:
-    """Return an instruction for the user about a library that does not load."""
+    """Return an instruction for the operator, for the error message about a library file that does not load."""
     if os.statvfs(path.parent).f_flag & os.ST_NOEXEC:
         return f"{path.parent} is mounted noexec: mount it without that, or set PAGEWIRE_CACHE to a folder elsewhere"
     return "remove it, and the next start builds it again"
 
 
 def choose_variant(name: str) -> str:
-    """Return the variant of that name; "native" is the widest variant that this processor runs.
+    """Return the name of the kernel variant (instruction set) to use. If `name` is "native", choose the widest variant
+    that this processor runs.
 
     Raises BuildError if this processor lacks a feature that the variant needs.
     """
@@ -142,7 +144,8 @@ def choose_variant(name: str) -> str:
 
 
 def flags_of(variant: str, machine: str | None = None) -> tuple[str, ...]:
-    """Return the compiler flags for a variant on an architecture, by default this machine's architecture."""
+    """Return the C compiler flags for a kernel variant on the architecture `machine`, by default this machine's
+    architecture."""
     machine = machine or platform.machine()
     if machine == "aarch64":
         return (*FLAGS, AARCH64_FLAGS[variant])
@@ -152,9 +155,11 @@ def flags_of(variant: str, machine: str | None = None) -> tuple[str, ...]:
 
 
 def build_library(build: Build, flags: Sequence[str]) -> Path:
-    """Return the path of the library for these flags, and build it if it does not exist.
+    """Return the path of the kernel library for these compiler flags in the cache folder. Compile the library if it
+    does not exist.
 
-    If another process is already building, wait for it. Raises BuildError.
+    If another process is already building, wait for it. Raises BuildError if there is no cache folder or compilation
+    fails.
     """
     if build.cache is None:
         raise BuildError("there is no cache folder, because this user has no home; set PAGEWIRE_CACHE to a folder")
@@ -170,9 +175,10 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
 
 
 def _build_by_first(place: Path, flags: Sequence[str], build: Build) -> Path:
-    """Return the path of the first working compiler's library in `place`, and build it if it does not exist.
+    """Return the path, in the folder `place`, of the kernel library that belongs to the first working compiler. Compile
+    the library if it does not exist.
 
-    Raises BuildError.
+    Raises BuildError if no compiler works or compilation fails.
     """
     refusals: dict[str, str] = {}
     # Compilers are tried one by one: if the first compiler's library exists, no other compiler is run.
@@ -184,7 +190,8 @@ def _build_by_first(place: Path, flags: Sequence[str], build: Build) -> Path:
 
 
 def _is_built(path: Path) -> bool:
-    """Return whether the library exists and is intact. Raises BuildError if building it failed within the last hour."""
+    """Return whether the kernel library exists at `path` and is intact. Raises BuildError if building the library
+    failed within the last hour."""
     if is_sealed(path):
         return True
     failure = path.with_suffix(".failed")
@@ -201,9 +208,11 @@ def _is_built(path: Path) -> bool:
 
 
 def _build(compiler: Compiler, flags: Sequence[str], build: Build, path: Path, refusals: dict[str, str]) -> bool:
-    """Build the library and return True; return False if the compiler cannot even build a trivial library.
+    """Build the kernel library with one compiler and return True. Return False if the compiler cannot even build a
+    trivial library.
 
-    In that case `refusals` receives the reason. Raises BuildError.
+    If the result is False, `refusals` receives the reason. Raises BuildError if the cache folder cannot be written, or
+    if compiling the kernels fails.
     """
     cache = path.parents[1]
     try:
@@ -216,13 +225,15 @@ def _build(compiler: Compiler, flags: Sequence[str], build: Build, path: Path, r
 
 
 def seal(path: Path) -> None:
-    """Append the SHA-256 of a file's content to the file. Library loaders ignore bytes at the end."""
+    """Append the SHA-256 of a library file's content to the file, so that damage can be detected. Library loaders
+    ignore bytes at the end."""
     with path.open("ab") as file:
         file.write(hashlib.sha256(path.read_bytes()).digest())
 
 
 def is_sealed(path: Path) -> bool:
-    """Return whether the file exists and ends with the digest of its preceding bytes."""
+    """Return whether a library file exists and is intact: it must end with the SHA-256 digest of its preceding
+    bytes."""
     try:
         content = memoryview(path.read_bytes())
     except OSError:
@@ -232,7 +243,8 @@ def is_sealed(path: Path) -> bool:
 
 @contextmanager
 def _building(cache: Path, tell: Callable[[str], object]) -> Iterator[Path]:
-    """Create a build folder, for one process at a time.
+    """Create a temporary folder for building the kernels, while holding a lock so that only one process builds at a
+    time. Yield the path of the folder.
 
     Folders that killed processes left are removed. Their compilers may still write to these folders until they end.
     """
@@ -254,7 +266,7 @@ def _building(cache: Path, tell: Callable[[str], object]) -> Iterator[Path]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file for writing if permitted, else for reading.
+    """Open the lock file of the build cache, for writing if permitted, else for reading. Return the file descriptor.
 
     NFS locks only files that are open for writing. Other file systems can also lock the file of another user.
     """
@@ -267,9 +279,10 @@ def _open_lock(path: Path) -> int:
 def _compile(
     compiler: Compiler, flags: Sequence[str], build: Build, folder: Path, path: Path, refusals: dict[str, str]
 ) -> bool:
-    """Build the library in `folder` and move it to `path`.
+    """Compile and link the kernel library in `folder`, move it to `path`, and return True.
 
-    Return False if the compiler fails the trial. A failure after the trial is recorded in the .failed file.
+    Return False if the compiler cannot build a trivial library. Raises BuildError if it fails later. Such a failure is
+    recorded in the .failed file, unless it is temporary.
     """
     built = folder / path.name
     # The writer is closed first, which kills running compilers. Only then does the pool wait for its threads.
@@ -324,7 +337,7 @@ def sources() -> list[Path]:
 
 
 def _share_openmp() -> None:
-    """Let the kernels find torch's OpenMP runtime, whose file name may vary, and share its threads.
+    """Load torch's OpenMP runtime, whose file name may vary, so that the C kernels find it and share its threads.
 
     Raises OSError if no OpenMP runtime is found.
     """
@@ -346,7 +359,8 @@ def _digest_of(*texts: str) -> str:
 
 
 def _features() -> frozenset[str]:
-    """Return the processor's features under their Linux names, or an empty set if Linux does not report them."""
+    """Return the processor's features (such as "avx2") under their Linux names. Return an empty set if Linux does not
+    report them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

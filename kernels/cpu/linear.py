@@ -12,7 +12,7 @@ from pagewire.kernels.cpu.abi import Structure, constants, element_of, ffi
 
 @dataclass(frozen=True, slots=True)
 class PanelFormat:
-    """The format of a weight in panels.
+    """The format of a weight that is packed into panels, the memory layout of the C matrix multiplication.
 
     Attributes:
         element: the weight's dtype; int8 for codes of any width.
@@ -36,7 +36,8 @@ class PanelFormat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
-    """A weight [out_size, in_size] in panels, and its bias [out_size] float32. `CpuKernels.pack_linear` creates it.
+    """The weight [out_size, in_size] of a linear layer, packed into panels for the C matrix multiplication, and its
+    bias [out_size] float32. `CpuKernels.pack_linear` creates it.
 
     Attributes:
         panels: the packed bytes, uint8.
@@ -73,10 +74,12 @@ class PackedLinear:
 
 
 class PackedExperts:
-    """The weights of all experts of a layer. All have the same sizes and round their input to the same dtype."""
+    """The packed weights of all experts of a mixture-of-experts layer. All experts have the same sizes and round their
+    input to the same dtype."""
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
-        """Raises ValueError if the experts differ in size or activation dtype, or the list is empty."""
+        """Combine the experts' weights. Raises ValueError if the experts differ in size or activation dtype, or if the
+        list is empty."""
         forms = dict.fromkeys((linear.in_size, linear.out_size, linear.activation) for linear in linears)
         if len(forms) != 1:
             found = " and ".join(f"[{outs}, {ins}] over {activation}" for ins, outs, activation in forms)

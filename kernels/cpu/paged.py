@@ -21,9 +21,10 @@ _INPUTS = {"slots": torch.int64, "starts": torch.int64, "num_new_tokens": torch.
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """One step's rows over a paged cache. Row i's tokens are the last of its seq_lens[i] positions.
+    """The rows (one running sequence each) of one step over a paged KV cache. The new tokens of row i are the last of
+    its seq_lens[i] positions.
 
-    Build it with `of`, once a step; the layers share it.
+    Build an object with `of` once per step; all layers share it.
     """
 
     query_start_loc: Tensor  # [S + 1] int32
@@ -35,7 +36,8 @@ class PagedRows:
     def of(
         query_start_loc: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor, slot_mapping: Tensor
     ) -> "PagedRows":
-        """Build the rows from lists and tensors. Raises ValueError if the lengths do not match."""
+        """Build the rows of a step from lists and tensors. Raises ValueError if there are not one block table and one
+        start per row, plus one last start."""
         if len(query_start_loc) != len(seq_lens) + 1 or len(block_tables) != len(seq_lens):
             raise ValueError(
                 f"{len(seq_lens)} rows need one block table each and one more start, "
@@ -50,7 +52,8 @@ class PagedRows:
 
 
 def put_rows(step: Structure, rows: PagedRows, num_tokens: int) -> None:
-    """Point a step to its rows. The step does not keep the tensors alive."""
+    """Write the addresses and sizes of a step's rows to the C structure `step`. The structure does not keep the tensors
+    alive."""
     step.at.num_rows, step.at.max_blocks = rows.block_tables.shape
     step.put(
         query_start_loc=rows.query_start_loc,
@@ -71,7 +74,8 @@ def paged_step(
     key_cache: Tensor,
     value_cache: Tensor,
 ) -> Structure:
-    """Check all arguments and return the C structure of the step, which points into them and does not keep them alive.
+    """Check all arguments of an attention call and return the C structure that describes the call. The structure points
+    into the tensors and does not keep them alive.
 
     Raises ValueError if shapes, strides or dtypes do not fit.
     """
@@ -91,7 +95,8 @@ def paged_step(
 def cache_step(
     scoring: Scoring, num_heads: int, query_token_stride: int, key_cache: Tensor, value_cache: Tensor
 ) -> Structure:
-    """Return the structure of `paged_step` without rows and without new keys and values. Raises ValueError likewise."""
+    """Return the C structure of an attention call with only the KV cache and the scoring filled in. Raises ValueError
+    if shapes, strides or dtypes do not fit."""
     block_size, num_kv_heads = key_cache.shape[1:3]
     head_dim = head_dim_of(key_cache)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
@@ -127,7 +132,8 @@ def cache_step(
 
 @dataclass(frozen=True, slots=True)
 class FlatRows:
-    """T new tokens of S rows, R of which sample a token."""
+    """The new tokens of a step as flat tensors: T tokens of S rows (one running sequence each). R of the rows sample a
+    token after the step."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
@@ -136,7 +142,8 @@ class FlatRows:
 
 
 class TableFlattener:
-    """Flattens rows of a table into tensors of one step.
+    """Collects the inputs of a step from the tables of all rows, and concatenates them to flat tensors. A row is the
+    state of one running sequence, and its slot is its index in the tables.
 
     All calls write to the same memory, so a call overwrites the result of the call before.
     """
@@ -144,7 +151,8 @@ class TableFlattener:
     def __init__(
         self, library: Any, token_ids: NDArray[np.int32], block_tables: NDArray[np.int32], block_size: int
     ) -> None:
-        """
+        """Allocate memory for steps over these tables.
+
         Args:
             token_ids: [num_slots, any length]; read at each call.
             block_tables: [num_slots, max_num_blocks]; read at each call.
@@ -184,8 +192,8 @@ class TableFlattener:
         samples: NDArray[np.bool_],
         num_blocks: int,
     ) -> FlatRows:
-        """Return the flattened rows. Row i is in slot slots[i] and computes num_new_tokens[i] positions from starts[i]
-        on.
+        """Return the new tokens of the rows in some slots as flat tensors. Row i is in slot slots[i] and computes
+        num_new_tokens[i] positions from position starts[i] on.
 
         Args:
             slots, starts, num_new_tokens, samples: [S]; trusted.

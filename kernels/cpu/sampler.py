@@ -39,7 +39,8 @@ _EDITS = tuple(name for name in SamplingColumns._field_defaults if name != "logp
 
 
 class TokenHistory(NamedTuple):
-    """The tokens of sequences by slot, as `SamplingColumns.slots` names them. Only rows with penalties are read.
+    """The prompt and output tokens of all running sequences, one line per slot. `SamplingColumns.slots` gives the slot
+    of each row. The sampler reads only the lines of rows with penalties.
 
     Attributes:
         token_ids: [num_slots, max_num_tokens], the prompt first. Entries from a row's num_tokens on are undefined.
@@ -52,7 +53,8 @@ class TokenHistory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """The distinct tokens of all rows with penalties, concatenated row by row: N in total."""
+    """The distinct prompt and output tokens of all rows that have penalties, concatenated row by row: N tokens in
+    total."""
 
     rows: Indexes  # [N]
     token_ids: Indexes  # [N]
@@ -60,7 +62,8 @@ class SeenTokens:
 
     @staticmethod
     def of_rows(columns: SamplingColumns, history: TokenHistory) -> "SeenTokens | None":
-        """Return the seen tokens of all rows that have penalties, or None if no row has penalties."""
+        """Find the distinct tokens of all rows that have repetition, presence or frequency penalties. Return None if no
+        row has penalties."""
         slots, num_tokens = columns.slots.numpy(), columns.num_tokens.numpy()
         penalized = np.flatnonzero(slots >= 0)
         if not len(penalized):
@@ -89,7 +92,7 @@ class TorchSampler:
         max_logprobs: int | None = None,
         highest: Tensor | None = None,
     ) -> SampledTokens:
-        """Choose a token for each row.
+        """Sample the next token of each row (one running sequence) from its logits.
 
         Args:
             logits: [R, vocab_size] float32, overwritten.
@@ -108,7 +111,8 @@ class TorchSampler:
 
 
 def choose(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
-    """Return the tokens of some rows, [N], whose logits have already been edited."""
+    """Return the next tokens, [N], of some rows whose logits have already been edited. Rows with temperature 0 use the
+    highest logit, and the other rows draw a random token."""
     token_ids = _argmax(_rows(logits, rows))
     is_drawing = columns.temperature.numpy()[rows] != 0
     if is_drawing.any():
@@ -119,14 +123,14 @@ def choose(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
 def report(
     logits: Tensor, columns: SamplingColumns, token_ids: Indexes, is_nan: NDArray[np.bool_], max_logprobs: int | None
 ) -> SampledTokens:
-    """Return the chosen tokens with the log-probabilities that rows requested, computed from the edited logits."""
+    """Combine the chosen tokens with the log-probabilities that rows requested, computed from the edited logits."""
     reports = _report(logits, columns, token_ids, min(max_logprobs or 0, logits.shape[1]))
     return SampledTokens(torch.from_numpy(token_ids), torch.from_numpy(is_nan), *reports)
 
 
 def _report(logits: Tensor, columns: SamplingColumns, token_ids: Indexes, num_top: int) -> Iterable[Tensor]:
-    """Return log-probabilities, ranks, and the most likely tokens: the last columns of `SampledTokens`, in their
-    order."""
+    """Return the log-probabilities and ranks of the chosen tokens, and the most likely tokens with their
+    log-probabilities. They are the last four columns of `SampledTokens`, in this order."""
     num_rows = len(token_ids)
     reporting = np.flatnonzero(columns.num_logprobs.numpy() >= 0)
     if len(reporting) == num_rows > 0:
@@ -143,20 +147,22 @@ def _report(logits: Tensor, columns: SamplingColumns, token_ids: Indexes, num_to
 
 
 def highest_logits(logits: Tensor) -> Tensor:
-    """Return the index of the highest logit of each row, [R] int64: the first of equals, -1 if a row contains NaN."""
+    """Return the token id with the highest logit in each row, [R] int64. Among equal logits the lowest id counts. The
+    result is -1 for a row that contains NaN."""
     token_ids = _argmax(logits)  # argmax treats NaN as the highest value, so checking the highest finds every NaN
     token_ids[np.isnan(logits.numpy()[np.arange(len(token_ids)), token_ids])] = -1
     return torch.from_numpy(token_ids)
 
 
 def _argmax(logits: Tensor) -> Indexes:
-    """Return the index of each row's highest value, [R]: the lowest index on a tie, and the index of a NaN if there is
-    one."""
+    """Return the index of the highest value in each row, [R]. Among equal values the lowest index counts. If a row
+    contains NaN, the index of the first NaN is returned."""
     return logits.numpy().argmax(axis=1)
 
 
 def _rows(column: Tensor, rows: Indexes) -> Tensor:
-    """Copy some rows of a column or of the logits. Indexing through numpy is faster than through torch."""
+    """Copy some rows of a column of sampling parameters or of the logits. Indexing through numpy is faster than through
+    torch."""
     return torch.from_numpy(column.numpy()[rows])
 
 
@@ -165,7 +171,8 @@ def _rows(column: Tensor, rows: Indexes) -> Tensor:
 
 @np.errstate(all="ignore")
 def _edit(logits: Tensor, columns: SamplingColumns, seen: SeenTokens | None) -> Indexes:
-    """Apply mask, bias, suppression and penalties, in this order, in place. Return the rows that were changed."""
+    """Edit the logits of all rows in place before sampling: apply masks, biases, suppression of stop tokens and
+    penalties, in this order. Return the indexes of the rows that were changed."""
     changed = []
     values = logits.numpy()
     is_allowed = _allowed(columns, logits.shape[1])
@@ -195,7 +202,7 @@ def _edit(logits: Tensor, columns: SamplingColumns, seen: SeenTokens | None) -> 
 
 
 def _allowed(columns: SamplingColumns, vocab_size: int) -> NDArray[np.bool_] | None:
-    """Return the tokens that each row may use, [R, vocab_size], or None if no row has a mask."""
+    """Return a mask of the tokens that each row may choose, [R, vocab_size] bool. Return None if no row has a mask."""
     if columns.masks is None or columns.mask_lines is None:
         return None
     lines = columns.mask_lines.numpy()
@@ -204,7 +211,8 @@ def _allowed(columns: SamplingColumns, vocab_size: int) -> NDArray[np.bool_] | N
 
 
 def _penalize(logits: NDArray[np.float32], columns: SamplingColumns, seen: SeenTokens) -> None:
-    """Apply the penalties in place: repetition over prompt and output, presence and frequency over the output."""
+    """Apply the penalties to the logits in place. The repetition penalty counts prompt and output tokens; the presence
+    and frequency penalties count only output tokens."""
     presence, frequency, repetition = (
         column.numpy()[seen.rows]
         for column in (columns.presence_penalty, columns.frequency_penalty, columns.repetition_penalty)
@@ -220,8 +228,8 @@ def _penalize(logits: NDArray[np.float32], columns: SamplingColumns, seen: SeenT
 
 
 def _draw(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
-    """Draw a token from the filtered distribution of each of these rows, [D]. `logits` [D, vocab_size] is
-    overwritten."""
+    """Draw a random token for each of these rows from its probability distribution after the filters. Return the token
+    ids, [D]. `logits` [D, vocab_size] is overwritten."""
     # With the highest logit at 0, no temperature, however small, can overflow.
     logits -= logits.amax(1, keepdim=True).clamp_(min=-LARGEST)
     logits /= _rows(columns.temperature, rows).unsqueeze(1)
@@ -237,7 +245,8 @@ def _draw(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
 
 
 def _threshold(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Tensor:
-    """Return the lowest logit that each row's filters keep, [F, 1]. The highest logit of each row must be 0."""
+    """Return the lowest logit of each row that its top-k, top-p and min-p filters keep, [F, 1]. The highest logit of
+    each row must be 0."""
     vocab_size = logits.shape[1]
     top_k, top_p = columns.top_k.numpy()[rows], _rows(columns.top_p, rows).unsqueeze(1)
     threshold = _rows(columns.min_p, rows).unsqueeze(1).log_()  # log(0) is -inf: keeps all
@@ -257,7 +266,7 @@ def _threshold(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Tenso
 
 
 def _sort(logits: Tensor) -> Tensor:
-    """Return each row's values in descending order, [F, vocab_size]."""
+    """Sort the logits of each row in descending order: [F, vocab_size]."""
     return torch.from_numpy(np.sort(logits.numpy(), axis=1)[:, ::-1].copy())
 
 
@@ -265,14 +274,16 @@ def _sort(logits: Tensor) -> Tensor:
 
 
 class _Kernel:
-    """The call of the C sampler. It computes in a scratch buffer of its own, so only one call may run at a time."""
+    """A wrapper of the C sampling function. It uses one scratch buffer for all calls, so only one call may run at a
+    time."""
 
     def __init__(self, library: Any) -> None:
         self._sample, self._scratch_size = library.sample, library.sampling_scratch_size
         self._scratch = torch.empty(0)
 
     def run(self, step: Structure, logits: Tensor, highest: Tensor | None) -> None:
-        """Choose tokens for a step whose other members are filled in. Raises ValueError if the logits do not fit."""
+        """Sample tokens in C. `step` is the C structure of the call, with all other members filled in. Raises
+        ValueError if `logits` or `highest` has a wrong shape or dtype."""
         step.at.num_rows, step.at.vocab_size = num_rows, vocab_size = logits.shape
         step.at.logits_stride, last_stride = logits.stride()
         if logits.dtype != torch.float32 or last_stride != 1:
@@ -306,7 +317,8 @@ class CpuSampler:
         max_logprobs: int | None = None,
         highest: Tensor | None = None,
     ) -> SampledTokens:
-        """Choose a token for each row. See `TorchSampler.sample`."""
+        """Sample the next token of each row from its logits, in C. The arguments and results are the same as for
+        `TorchSampler.sample`."""
         num_tokens, num_rows = columns.num_tokens.long(), len(logits)
         step = _step(columns, history, num_tokens)
         lists = {name: getattr(columns, name) for name in _EDITS}
@@ -320,12 +332,14 @@ class CpuSampler:
         return report(logits, columns, token_ids, statuses == constants.ROW_NAN, max_logprobs)
 
     def of_table(self, columns: SamplingColumns, history: TokenHistory) -> "TableSampler":
-        """Return a sampler for the rows of a table. `columns` has an entry for each slot, and is read at each call."""
+        """Return a sampler for rows whose sampling parameters are in a table. `columns` has one entry for each slot of
+        the table, and is read again at each call."""
         return TableSampler(self._kernel, columns, history)
 
 
 class TableSampler:
-    """Samples rows by slot, without biases, suppression or log-probabilities."""
+    """A sampler, in C, for rows whose sampling parameters are in a table with one entry per slot. It supports no
+    biases, no suppression of stop tokens and no log-probabilities."""
 
     def __init__(self, kernel: _Kernel, columns: SamplingColumns, history: TokenHistory) -> None:
         self._kernel = kernel
@@ -344,7 +358,8 @@ class TableSampler:
         highest: Tensor | None = None,
         masks: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None,
     ) -> tuple[Indexes, NDArray[np.bool_]]:
-        """Return the tokens of the rows in some slots, and a mask of the rows whose logits contain NaN.
+        """Sample the next tokens of the rows in some slots. Return the token ids, [R], and a mask of the rows whose
+        logits contain NaN.
 
         Args:
             logits: [R, vocab_size] float32, overwritten.
@@ -380,7 +395,7 @@ class TableSampler:
 
 
 def _step(columns: SamplingColumns, history: TokenHistory, num_tokens: Tensor) -> Structure:
-    """Return a sampling step that has only these columns and the history filled in."""
+    """Return the C structure of a sampling call with only the sampling parameters and the token history filled in."""
     for name in _COLUMNS:
         check(name, getattr(columns, name), DTYPES[name], (len(columns.seeds),))
     tokens, num_prompt_tokens = map(torch.from_numpy, history)
@@ -396,7 +411,8 @@ def _step(columns: SamplingColumns, history: TokenHistory, num_tokens: Tensor) -
 
 
 def _outputs(step: Structure, num_rows: int) -> tuple[Indexes, NDArray[np.uint8]]:
-    """Allocate the outputs of a step: the token of each row, and its status."""
+    """Allocate the outputs of a sampling call and write their addresses to `step`. Return the arrays for the token and
+    the status of each row."""
     token_ids, statuses = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.uint8)
     step.put(token_ids=token_ids, statuses=statuses)
     return token_ids.numpy(), statuses.numpy()

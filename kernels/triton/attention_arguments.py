@@ -36,8 +36,8 @@ PagedCaches = tuple[Strided, Strided]
 
 
 class LayerTensors(NamedTuple):
-    """The arguments of the attention kernels that differ between the layers of a step, and their `kind` for
-    `RepeatedLaunch`."""
+    """The arguments of the attention kernels that differ between the layers of a step. `kind` identifies their memory
+    layout, so that `RepeatedLaunch` can reuse a compiled kernel."""
 
     output: Strided
     query: Strided
@@ -48,8 +48,8 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of a step with equal shapes and equal scoring except for their sinks. Their common arguments are checked
-    once.
+    """Layers of a model with equal attention shapes and equal `Scoring`, except for their sinks. The arguments that
+    these layers have in common are checked only once per step.
 
     Attributes:
         query_shape: [T, num_heads, head_dim].
@@ -71,7 +71,7 @@ class LayerGroup:
     def of(
         query_shape: tuple[int, ...], query_dtype: torch.dtype, caches: PagedCaches, scoring: Scoring
     ) -> "LayerGroup":
-        """Return a group for layers with queries of this shape and dtype, and caches like `caches`.
+        """Return a group for attention layers with queries of this shape and dtype, and KV caches like `caches`.
 
         Raises ValueError if the arguments do not match or are not supported.
         """
@@ -83,8 +83,8 @@ class LayerGroup:
         return LayerGroup(tuple(query_shape), query_dtype, tuple(cache.shape), cache.dtype, scoring, weighing)
 
     def launch(self, kernel: Any, name: str, grid: Callable[[AttentionConstants], tuple[int, int]]) -> RepeatedLaunch:
-        """Return a launch of an attention kernel with the tile of `tiles.lookup` for `name`. `grid` returns the grid
-        for the constants."""
+        """Return a launch of an attention kernel for the layers of this group. The tile is looked up in `tiles` under
+        `name`. `grid` is a function that returns the launch grid for the kernel's constants."""
         _, num_heads, head_dim = self.query_shape
         num_groups = num_heads // self.cache_shape[2]
         tile = tiles.lookup(name, head_dim=head_dim, num_groups=num_groups, dtype=self.cache_dtype)
@@ -96,7 +96,8 @@ class LayerGroup:
     def rows(
         self, block_tables: Tensor, seq_lens: Tensor, num_rows: int, window: int | None, selection: Selection | None
     ) -> tuple[Any, ...]:
-        """Return the kernel arguments that describe `num_rows` rows, in the order of the kernel parameters.
+        """Return the kernel arguments that describe `num_rows` rows (running sequences), in the order of the kernel
+        parameters.
 
         The arguments are block_tables, their row stride, seq_lens, `window` unchanged, and (selected blocks, number of
         selected blocks) or None. Tensors by row are separate arguments: Triton recompiles a kernel if the alignment of
@@ -115,10 +116,11 @@ class LayerGroup:
     def tensors(
         self, query: Tensor, caches: PagedCaches, sinks: Tensor | None = None, output: Tensor | None = None
     ) -> LayerTensors:
-        """Return the arguments of one layer. If `output` is None, its memory is allocated.
+        """Return the kernel arguments of one layer: queries, KV caches, sinks and output. If `output` is None, its
+        memory is allocated.
 
-        `sinks`: the sinks of this layer, [num_heads] float32; None: the sinks of `scoring`. Raises ValueError if a
-        tensor does not match the group.
+        `sinks` are the attention sinks of this layer, [num_heads] float32. If `sinks` is None, the sinks of `scoring`
+        are used. Raises ValueError if a tensor does not match the group.
         """
         cache, others = caches[0].data, caches[1].data
         if cache.shape != self.cache_shape or others.shape != self.cache_shape or cache.dtype != self.cache_dtype:
@@ -147,22 +149,23 @@ class LayerGroup:
 def one_layer(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, scoring: Scoring, output: Tensor | None
 ) -> tuple[LayerGroup, LayerTensors]:
-    """Return a group for a single layer, and the arguments of that layer. Raises ValueError if the arguments do not
-    match."""
+    """Check the arguments of a single attention layer. Return a group that contains only this layer, and the layer's
+    kernel arguments. Raises ValueError if the arguments do not match."""
     caches = paged_caches(key_cache, value_cache)
     group = LayerGroup.of(query.shape, query.dtype, caches, scoring)
     return group, group.tensors(query, caches, output=output)
 
 
 def paged_caches(key_cache: Tensor, value_cache: Tensor) -> PagedCaches:
-    """Return the caches of a layer in the form of the kernels. Raises ValueError under the conditions of
-    `check_caches`."""
+    """Return the key cache and the value cache of a layer as kernel arguments. Raises ValueError if the shapes, dtypes
+    or strides are not supported; see `check_caches`."""
     check_caches(key_cache, value_cache)
     return Strided.of(key_cache), Strided.of(value_cache)
 
 
 def score_factor(scoring: Scoring) -> float:
-    """Return the factor that turns dot products into scores in units of log 2.
+    """Return the factor by which attention kernels multiply the dot products of queries and keys. The results are
+    scores in units of log 2, so that the softmax needs only powers of two.
 
     With a softcap, the factor turns dot products into 2 * score / softcap in these units. Then softcap * tanh(y) is
     softcap * (1 - 2 / (exp(2 * y) + 1)), which does not overflow for large y of either sign.
@@ -171,7 +174,8 @@ def score_factor(scoring: Scoring) -> float:
 
 
 def check_scoring(scoring: Scoring, num_heads: int) -> None:
-    """Raise ValueError unless `scoring` is valid for this number of heads."""
+    """Raise ValueError unless the attention parameters in `scoring` (scale, window, slopes, softcap, sinks) are valid
+    for this number of query heads."""
     for name, numbers in (("alibi_slopes", scoring.alibi_slopes), ("sinks", scoring.sinks)):
         check_tensor(name, numbers, (num_heads,), torch.float32)
     if not scoring.scale > 0:
@@ -199,7 +203,8 @@ def _check_queries(query_shape: tuple[int, ...], query_dtype: torch.dtype, cache
 
 @triton.jit
 def prepare_queries(queries, score_factor, OPERAND: tl.constexpr):
-    """Return the queries in the operand type, and one factor per query for its dot products."""
+    """Convert queries to the operand type of the dot products. Return the queries, and for each query the factor by
+    which its dot products must be multiplied."""
     factors = tl.full([queries.shape[0]], score_factor, tl.float32)
     wide = queries.to(tl.float32)
     if queries.dtype == tl.bfloat16 and tl.float16 == OPERAND:  # float16 has a smaller range than bfloat16
@@ -212,7 +217,8 @@ def prepare_queries(queries, score_factor, OPERAND: tl.constexpr):
 
 @triton.jit
 def load_slopes(weighing, factors, heads, is_head):
-    """Return the slopes of heads in units of log 2. Without slopes, the result is an unused value of the same shape."""
+    """Load the ALiBi slopes of some heads, in units of log 2. If the model has no slopes, return an unused value of the
+    same shape."""
     slopes = factors
     if weighing.slopes is not None:
         slopes = tl.load(weighing.slopes + heads, mask=is_head, other=0.0) * _LOG2_E
@@ -221,7 +227,8 @@ def load_slopes(weighing, factors, heads, is_head):
 
 @triton.jit
 def count_sinks(sums, highest, totals, weighing, heads, is_head):
-    """Add the sinks of the heads, if there are any, to the softmax state (sums, highest, totals) and return it.
+    """Add the attention sinks of the heads, if the model has sinks, to the softmax state (sums, highest, totals) and
+    return the new state.
 
     Sinks are added last, so that the weights of positions keep all bits of their type even if a sink is large.
     """
@@ -237,7 +244,8 @@ def count_sinks(sums, highest, totals, weighing, heads, is_head):
 
 @triton.jit
 def bend(scores, distances, slopes, weighing):
-    """Apply softcap and slopes to scores, if there are any. `distances` are positions from key to query."""
+    """Apply softcap and ALiBi slopes to attention scores, if the model uses them. `distances` are the numbers of
+    positions from key to query."""
     if weighing.cap is not None:  # tanh(y) is 1 - 2 / (exp(2 * y) + 1); scores are 2 * y, see `score_factor`
         scores = weighing.cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
     if weighing.slopes is not None:

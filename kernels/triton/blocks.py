@@ -21,7 +21,8 @@ _ALIGNMENT = 16  # bytes that a thread moves at once
 
 
 def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
-    """Copy block source_ids[i] of the cache to block target_ids[i], for all i.
+    """Copy KV cache blocks within the cache, for example for copy-on-write: block source_ids[i] to block target_ids[i],
+    for all i.
 
     Args:
         cache: [num_blocks, ...]. A block is one dense piece of memory, or several pieces of equal size at a constant
@@ -39,7 +40,7 @@ def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
 
 
 def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy block block_ids[i] of the cache to staging[i], for all i.
+    """Copy KV cache blocks to a staging buffer: block block_ids[i] of the cache to staging[i], for all i.
 
     Args:
         cache: [num_blocks, ...], as in `copy_blocks`.
@@ -55,7 +56,8 @@ def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
 
 
 def scatter_blocks(staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
-    """Copy staging[i] to block block_ids[i] of the cache, for all i. Every id is named once.
+    """Copy KV cache blocks from a staging buffer to the cache: staging[i] to block block_ids[i], for all i. No block id
+    may occur twice.
 
     The arguments and errors are the same as for `gather_blocks`.
     """
@@ -91,7 +93,8 @@ def _end(blocks: Tensor, ids: Tensor | None) -> _Blocks:
 
 
 def _find_pieces(source: Tensor, target: Tensor) -> _Pieces:
-    """Return the common layout of the blocks of two tensors.
+    """Return the memory layout that the KV cache blocks of two tensors have in common: dense pieces at constant
+    distances.
 
     Raises ValueError unless the blocks of both tensors consist of the same pieces in the same order.
     """
@@ -127,7 +130,8 @@ def _to_words(num_elements: int, dtype: torch.dtype) -> int:
 
 
 def _words(blocks: Tensor) -> Tensor:
-    """Return the start of a tensor's memory as words, whatever its strides. Raises ValueError if it is not aligned."""
+    """Return the start of a tensor's memory as 32-bit words, whatever the strides of the tensor. Raises ValueError if
+    the memory is not aligned to 16 bytes."""
     if blocks.data_ptr() % _ALIGNMENT:
         raise ValueError(f"blocks begin at address {blocks.data_ptr():#x}; make it a multiple of {_ALIGNMENT}")
     return blocks.as_strided((_ALIGNMENT // blocks.dtype.itemsize,), (1,)).view(_WORD)
@@ -135,7 +139,7 @@ def _words(blocks: Tensor) -> Tensor:
 
 @triton.jit
 def _copy_kernel(source, target, pieces, chunks_per_piece, CHUNK_WORDS: tl.constexpr):
-    """Copy one chunk of one piece of one block per program."""
+    """Triton kernel that copies KV cache blocks. Each program copies one chunk of one piece of one block."""
     chunk = tl.program_id(0) % chunks_per_piece
     piece = (tl.program_id(0) // chunks_per_piece % pieces.num_pieces).to(tl.int64)
     index = tl.program_id(0) // chunks_per_piece // pieces.num_pieces
@@ -148,7 +152,7 @@ def _copy_kernel(source, target, pieces, chunks_per_piece, CHUNK_WORDS: tl.const
 
 @triton.jit
 def _block(blocks, index):
-    """Return the offset of the block with this index, in words."""
+    """Return the memory offset, in 32-bit words, of the block to copy with this index in the list of blocks."""
     block = index.to(tl.int64)
     if blocks.ids is not None:
         block = tl.load(blocks.ids + index).to(tl.int64)

@@ -20,7 +20,8 @@ _NUM_WARPS = 4
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write the keys and values of a step's tokens to their slots in one layer's cache, in place.
+    """Write the keys and values of a step's tokens to one layer's paged KV cache, in place. `slot_mapping` gives the
+    cache position of each token.
 
     The kernel follows vLLM's kernel of the same name (Kwon et al., 2023, https://arxiv.org/abs/2309.06180).
 
@@ -57,7 +58,8 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
-    """Raise ValueError unless the tensors are valid caches of one layer for the kernels of this package."""
+    """Raise ValueError unless the two tensors are the key cache and value cache of one layer, with a block size,
+    head_dim and dtype that the Triton kernels support."""
     sizes = ("num_blocks", "block_size", "num_kv_heads", "head_dim")
     check_tensor("key_cache", key_cache, sizes, key_cache.dtype, is_strided=True)
     check_tensor("value_cache", value_cache, tuple(key_cache.shape), key_cache.dtype, is_strided=True)
@@ -83,7 +85,8 @@ def _reshape_and_cache_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write TILE_ROWS rows per program. A row is one head of one token."""
+    """Triton kernel that writes keys and values to the KV cache. Each program writes TILE_ROWS rows, and a row is one
+    head of one token."""
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     tokens = (rows // NUM_HEADS).to(tl.int64)
     heads = rows % NUM_HEADS
@@ -98,7 +101,7 @@ def _reshape_and_cache_kernel(
 
 @triton.jit
 def _store_rows(source, cache, tokens, blocks, positions, heads, dims, mask):
-    """Copy heads of tokens to their positions in a cache, one row of `dims` for each head."""
+    """Copy key or value heads of tokens to their positions in a KV cache, one row of `dims` elements for each head."""
     sources = tokens * source.strides[0] + heads * source.strides[1]
     targets = blocks * cache.strides[0] + positions * cache.strides[1] + heads * cache.strides[2]
     content = tl.load(source.data + sources[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -107,7 +110,7 @@ def _store_rows(source, cache, tokens, blocks, positions, heads, dims, mask):
 
 @triton.jit
 def cached(x, cache):
-    """Return x in the dtype of a cache. 8-bit floats are saturated, and NaN stays NaN."""
+    """Convert x to the dtype of a KV cache. 8-bit floats are saturated, and NaN stays NaN."""
     if cache.data.dtype.element_ty == tl.float8e4nv:
         wide = x.to(tl.float32)
         x = tl.clamp(wide, -_MAX_E4M3, _MAX_E4M3, propagate_nan=tl.PropagateNan.ALL)

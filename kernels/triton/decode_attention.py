@@ -44,7 +44,8 @@ _TILE = 128
 
 
 def prefers_splits(num_rows: int, num_kv_heads: int, num_positions: int, max_seq_len: int, num_processors: int) -> bool:
-    """Return whether `paged_attention_v2` is faster than `paged_attention_v1`.
+    """Return whether `paged_attention_v2`, which splits long sequences among several programs, is faster than
+    `paged_attention_v1` for a decode step.
 
     Version 2 is faster if the program of the longest row takes longer than all rows spread evenly over two programs per
     processor, unless even the longest row is short. To capture a graph, pass the bounds of its steps.
@@ -63,7 +64,8 @@ def prefers_splits(num_rows: int, num_kv_heads: int, num_positions: int, max_seq
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """The splits of a step's rows, equal in all layers, and scratch memory for their partial sums.
+    """The division of a decode step's rows (one running sequence each) into splits, pieces of a row's KV cache that
+    separate programs read. The plan applies to all layers and includes scratch memory for the partial sums.
 
     The length of a split is about the number of positions of all rows divided by the number of wanted programs,
     whatever the mixture of lengths. If that is short, the length is the number of positions divided by the number of
@@ -100,7 +102,7 @@ class SplitPlan:
         num_programs: int = 0,
         min_chunk: int = MIN_CHUNK,
     ) -> "SplitPlan":
-        """Allocate a plan for steps of `num_rows` rows.
+        """Allocate GPU memory for a plan that splits the KV cache reads of decode steps with `num_rows` rows.
 
         Args:
             num_rows: number of rows, S.
@@ -135,8 +137,8 @@ class SplitPlan:
         return self.split_starts.shape[0] - 1
 
     def of_first(self, num_rows: int) -> "SplitPlan":
-        """Return a plan for exactly `num_rows` rows in the same memory. Raises ValueError if this plan is for fewer
-        rows."""
+        """Return a plan for only the first `num_rows` rows, in the same memory. Raises ValueError if this plan has
+        memory for fewer rows."""
         if not 0 <= num_rows <= self.num_rows:
             raise ValueError(f"num_rows is {num_rows}, but the plan has memory for 0 to {self.num_rows}; allocate more")
         past_split = self.split_rows.shape[0] - self.num_rows + num_rows
@@ -151,7 +153,8 @@ class SplitPlan:
         )
 
     def decide(self, seq_lens: Tensor, max_positions: int = ANY_LEN) -> None:
-        """Decide the splits for rows of these lengths, on the device and without waiting for it.
+        """Decide how the KV cache of each row is split, for rows of the given lengths. The device computes the plan,
+        and the host does not wait for the result.
 
         Args:
             seq_lens: [S] int32.
@@ -181,7 +184,7 @@ class SplitPlan:
         )
 
     def check(self, query_shape: tuple[int, int, int]) -> None:
-        """Raise ValueError unless the plan is for queries of this shape, [S, num_heads, head_dim]."""
+        """Raise ValueError unless the plan was allocated for queries of this shape, [S, num_heads, head_dim]."""
         expected = [self.num_rows, *self.sums.shape[1:]]
         if list(query_shape) != expected:
             raise ValueError(f"queries are {list(query_shape)}, but the plan is for {expected}; allocate another plan")
@@ -197,7 +200,8 @@ def paged_attention_v1(
     selection: Selection | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention of one query per row over one layer's paged cache, with one program per row and KV head.
+    """Compute attention for a decode step: one query per row over one layer's paged KV cache. One program of the kernel
+    processes one row and KV head.
 
     The kernel follows vLLM's kernel of the same name (Kwon et al., 2023, https://arxiv.org/abs/2309.06180). Positions
     that the specification never reads may contain anything, including NaN. A row of seq_len 0 returns zeros.
@@ -233,7 +237,8 @@ def paged_attention_v2(
     selection: Selection | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
-    """Compute `paged_attention_v1` with rows cut into splits: for few rows, or long rows among short rows.
+    """Compute the same result as `paged_attention_v1`, with the KV cache of long rows split among several programs.
+    This is faster for few rows, or for long rows among short rows.
 
     Args:
         query, key_cache, value_cache, block_tables, seq_lens, scoring, selection, output: as in `paged_attention_v1`.
@@ -257,8 +262,8 @@ _Splits = namedtuple("_Splits", "rows starts sums highest totals")
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """Attention of a step's rows with one new token each, prepared for a group of layers that differ only in
-    `LayerTensors`.
+    """Attention for a decode step, in which each row has one new token. It is prepared once per step for a group of
+    layers whose arguments differ only in `LayerTensors`.
 
     Attributes:
         rows: see `LayerGroup.rows`.
@@ -281,7 +286,8 @@ class DecodeAttention:
         plan: SplitPlan | None,
         selection: Selection | None = None,
     ) -> "DecodeAttention":
-        """Prepare `paged_attention_v1`, or with a plan `paged_attention_v2`, for the first `num_rows` queries.
+        """Prepare attention for the first `num_rows` queries of a decode step, as `paged_attention_v2` computes it, or
+        as `paged_attention_v1` if `plan` is None.
 
         Raises ValueError if there are fewer queries than rows, or if an argument does not match the group.
         """
@@ -307,7 +313,7 @@ class DecodeAttention:
         return DecodeAttention(rows, attend, splits, reduce)
 
     def launch(self, layer: LayerTensors) -> None:
-        """Write the rows' results to the layer's output."""
+        """Compute the attention of one layer and write the results of all rows to the layer's output tensor."""
         if self.attend is None:
             return
         arguments = (layer.output, layer.query, layer.caches, *self.rows, layer.weighing)
@@ -343,8 +349,8 @@ def _paged_attention_v2_kernel(
     splits, output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Process one split per program. A row with one split is finished here; `_reduction_kernel` adds up the other
-    splits."""
+    """Triton kernel that computes attention for one split of a row's KV cache per program. A row with only one split is
+    finished here. `_reduction_kernel` adds up the splits of the other rows."""
     head, split = tl.program_id(0), tl.program_id(1)
     row = tl.load(splits.rows + split).to(tl.int64)
     if row < 0:
@@ -372,7 +378,8 @@ def _paged_attention_v2_kernel(
 def _reduction_kernel(
     splits, output, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE: tl.constexpr
 ):
-    """Add up the splits of one head of one row. A row without splits gets zeros."""
+    """Triton kernel that adds up the partial attention results of all splits. Each program handles one query head of
+    one row. A row without splits gets zeros."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first_split = tl.load(splits.starts + row)
     past_split = tl.load(splits.starts + row + 1)
@@ -406,7 +413,9 @@ def _reduction_kernel(
 def _attend_split(
     split, num_splits, row, head, query, caches, block_table, seq_len, window, selected, weighing, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax state of one split: sums, [block_m, padded_dim], and highest scores and totals, [block_m]."""
+    """Compute attention over one split of a row's KV cache, for the query heads that share a KV head. Return the
+    softmax state: the weighted sums of values, [block_m, padded_dim], and the highest scores and total weights,
+    [block_m] each."""
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     BLOCK_N: tl.constexpr = SHAPE.block_n
     groups, columns, dims = tl.arange(0, SHAPE.block_m), tl.arange(0, BLOCK_N), tl.arange(0, SHAPE.padded_dim)
@@ -456,11 +465,11 @@ def _attend_split(
 
 @triton.jit
 def _locate(index, end, first, seq_len, block_table, selected_blocks, BLOCK_SIZE: tl.constexpr):
-    """Return positions, block ids, and whether to read them, for indexes into the readable positions of a row and KV
-    head.
+    """Find where to read keys and values. For each index into the readable positions of a row, return the position, the
+    block id in the KV cache, and whether to read it.
 
-    Without selected blocks an index is a position. With selected blocks the indexes count their positions, block by
-    block.
+    Without selected blocks an index is a position. With selected blocks the indexes count the positions of the selected
+    blocks, block by block.
     """
     logical = index // BLOCK_SIZE
     if selected_blocks is not None:
@@ -473,7 +482,8 @@ def _locate(index, end, first, seq_len, block_table, selected_blocks, BLOCK_SIZE
 
 @triton.jit
 def _load_values(pointers, is_read, is_dim, OPERAND: tl.constexpr):
-    """Load values, with zeros at positions that must not be read: these may contain NaN, and 0 * NaN is NaN."""
+    """Load values from the KV cache, and replace those that must not be read by zeros. Their memory may contain NaN,
+    and a weight of 0 times NaN is NaN."""
     if pointers.dtype.element_ty == tl.float8e4nv:
         # With a mask in the load instead, the compiler would read values from shared memory byte by byte.
         values = tl.where(is_read, tl.load(pointers, mask=is_dim, other=0.0).to(OPERAND), 0.0)
@@ -484,7 +494,8 @@ def _load_values(pointers, is_read, is_dim, OPERAND: tl.constexpr):
 
 @triton.jit
 def _accumulate(scores, values, sums, highest, totals):
-    """Add a tile of values, weighted by their scores, to the softmax state, and return it.
+    """Add a tile of values, weighted by their attention scores, to the softmax state (sums, highest scores, total
+    weights), and return the new state.
 
     This is online softmax (Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867).
     """
@@ -497,7 +508,8 @@ def _accumulate(scores, values, sums, highest, totals):
 
 @triton.jit
 def _store_means(output, row, head, sums, totals, SHAPE: tl.constexpr):
-    """Store the results of a group's heads: zeros if no position was read, NaN if a NaN was read."""
+    """Write the attention results of the query heads that share a KV head. A result is zero if no position was read,
+    and NaN if a NaN was read."""
     groups, dims = tl.arange(0, SHAPE.block_m), tl.arange(0, SHAPE.padded_dim)
     means = sums * (1.0 / tl.where(totals == 0.0, 1.0, totals))[:, None]
     heads = (head * SHAPE.num_groups + groups)[:, None] * output.strides[1]
@@ -515,9 +527,9 @@ def _plan_kernel(
     MIN_CHUNK: tl.constexpr, FULL_CHUNK: tl.constexpr, SHARES_PER_PROCESSOR: tl.constexpr, ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Fill TILE entries of split_rows per program.
+    """Triton kernel that computes a `SplitPlan`. Each program fills TILE entries of split_rows.
 
-    The first program also writes split_starts, except its first entry, which is always 0.
+    The first program also writes split_starts, except for the first entry, which is always 0.
     """
     columns = tl.arange(0, TILE)
     num_positions = tl.full([], 0, tl.int64)

@@ -27,8 +27,8 @@ _MIN_SUM = tl.constexpr(MIN_SUM)
 
 
 class ProductTile(NamedTuple):
-    """The slots, outputs and inputs that a program of the matrix multiplication processes at a time, and its launch
-    options."""
+    """The part of a matrix multiplication that one program of a kernel processes at a time, and the launch options of
+    the kernel. The tile has `block_m` rows or slots, `block_n` outputs and `block_k` inputs."""
 
     block_m: int
     block_n: int
@@ -52,7 +52,8 @@ RoutingShape = namedtuple(
 
 
 class SlotTable(NamedTuple):
-    """The slots of each expert, in the form that the matrix multiplication reads.
+    """The slots of a mixture-of-experts layer sorted by expert, in the form that the matrix multiplication kernel
+    reads. A slot is one pair of token and chosen expert.
 
     Attributes:
         order: [T * num_chosen] int32, slots sorted by expert; the slots of an expert are in ascending order.
@@ -68,7 +69,8 @@ class SlotTable(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """A table of slots, the number of slots per token, and the tile for which the table was built."""
+    """The slots of a step (pairs of token and chosen expert) sorted by expert, the number of experts per token, and the
+    tile for which the table was built."""
 
     table: SlotTable
     num_chosen: int
@@ -76,7 +78,8 @@ class Assignment(NamedTuple):
 
 
 def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token and compute their weights, as specified.
+    """Choose the experts of each token from the router's logits, and compute their weights, as
+    `pagewire.kernels.experts.route_tokens` specifies.
 
     Args:
         logits: [T, num_experts] float32, any row stride. NaN counts as the highest logit.
@@ -109,8 +112,8 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
 
 
 def routing_shape(routing: ExpertRouting, num_experts: int) -> RoutingShape:
-    """Return the constants of the routing kernel. A program chooses for as many tokens as fit `_ROUTING_TILE`, at least
-    one."""
+    """Return the compile-time constants of the kernel that chooses experts. Each program of the kernel handles as many
+    tokens as fit in `_ROUTING_TILE` elements, at least one token."""
     num_groups, group_size = routing.num_groups, num_experts // routing.num_groups
     padded_groups, padded_size = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
     return RoutingShape(
@@ -127,7 +130,8 @@ def routing_shape(routing: ExpertRouting, num_experts: int) -> RoutingShape:
 
 
 def assign(ids: Tensor, num_experts: int, dtype: torch.dtype) -> Assignment:
-    """Sort slots by expert, for a matrix multiplication in `dtype`.
+    """Sort the slots of a step (pairs of token and chosen expert) by expert, so that each program of a matrix
+    multiplication in `dtype` needs the weight of only one expert.
 
     Args:
         ids: [T, num_chosen] int64 or int32, dense, each from 0 to num_experts - 1.
@@ -159,13 +163,15 @@ def assign(ids: Tensor, num_experts: int, dtype: torch.dtype) -> Assignment:
 
 
 def choose_tile(num_slots: int, num_experts: int, dtype: torch.dtype) -> ProductTile:
-    """Return the tile of a matrix multiplication. The host knows only the mean number of slots per expert."""
+    """Return the tile that each program of an expert matrix multiplication computes. The choice uses the mean number of
+    slots per expert, because the host does not know the actual routing."""
     tiles = _FEW if num_slots <= _FEW[2].block_m * num_experts else _MANY
     return tiles[dtype.itemsize]
 
 
 def multiply_routed(x: Tensor, weights: Tensor, assignment: Assignment, biases: Tensor | None = None) -> Tensor:
-    """Return x W^T + b for each slot, with the weight and bias of the slot's expert.
+    """Return the expert outputs of a mixture-of-experts layer. A slot is one pair of token and chosen expert, and its
+    output is x W^T + b with the weight and bias of that expert.
 
     Args:
         x: [T, in_size], one row per token, or [T * num_chosen, in_size], one row per slot; float16, bfloat16 or
@@ -205,7 +211,8 @@ def multiply_routed(x: Tensor, weights: Tensor, assignment: Assignment, biases: 
 
 
 def sum_slots(slots: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's slots, added in float32 in ascending order of expert ids.
+    """Combine the outputs of each token's experts: return their weighted sum, added in float32 in ascending order of
+    expert ids.
 
     Args:
         slots: [T * num_chosen, width], float16, bfloat16 or float32, dense.
@@ -255,9 +262,10 @@ def _check_product(x: Tensor, weights: Tensor, assignment: Assignment, biases: T
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: tl.constexpr):
-    """Choose the experts of SHAPE.tile_tokens tokens per program.
+    """Triton kernel that chooses the experts of SHAPE.tile_tokens tokens per program.
 
-    A token's experts are arranged in order, with padding after the experts of each group and after the last group.
+    The scores of a token's experts are arranged in order, with padding after the experts of each group and after the
+    last group.
     """
     TILE_TOKENS: tl.constexpr = SHAPE.tile_tokens
     PADDED_SIZE: tl.constexpr = SHAPE.padded_size
@@ -302,7 +310,8 @@ def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: 
 
 @triton.jit
 def _sum_of_two_best(ranked, GROUP_SIZE: tl.constexpr):
-    """Return the sum of the two highest scores of each group: [tokens, groups, padded size] to [tokens, groups]."""
+    """Return the sum of the two highest expert scores in each group of experts, by which groups are ranked: [tokens,
+    groups, padded size] to [tokens, groups]."""
     best, place = tl.max(ranked, axis=2, return_indices=True)
     if GROUP_SIZE > 1:
         is_best = tl.arange(0, ranked.shape[2])[None, None, :] == place[:, :, None]
@@ -312,8 +321,8 @@ def _sum_of_two_best(ranked, GROUP_SIZE: tl.constexpr):
 
 @triton.jit
 def _choose(ranked, indexes, is_there, NUM_CHOSEN: tl.constexpr):
-    """Return whether each entry is one of the NUM_CHOSEN highest of its row; among equal entries the lower index is
-    chosen.
+    """Return a mask of the NUM_CHOSEN highest scores in each row of `ranked`. Among equal scores, the entry with the
+    lower index is chosen.
 
     Invariant: exactly NUM_CHOSEN entries of a row are chosen, each once, whatever the numbers. Otherwise some of the
     token's ids would be undefined.
@@ -338,8 +347,8 @@ def _assign_kernel(
     ids, table, num_slots, num_experts, max_tiles,
     PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """List the slots and tiles of one expert per program. The program of the last expert also fills the rest of the
-    tile list."""
+    """Triton kernel that sorts slots (pairs of token and chosen expert) by expert. Each program lists the slots and
+    tiles of one expert. The program of the last expert also marks the unused rest of the tile list."""
     expert, experts, lines = tl.program_id(0), tl.arange(0, PADDED_EXPERTS), tl.arange(0, TILE)
     counted = tl.zeros([PADDED_EXPERTS], tl.int32)
     for begin in tl.range(0, num_slots, TILE):
@@ -368,7 +377,8 @@ def _multiply_kernel(
     x, weights, biases, output, table, slots_of_row, in_size, out_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N outputs for a tile of slots with the same expert per program."""
+    """Triton kernel that multiplies slots (pairs of token and chosen expert) by their expert's weight. Each program
+    computes BLOCK_N outputs for a tile of slots with the same expert."""
     tile = tl.program_id(0)
     expert = tl.load(table.tile_experts + tile).to(tl.int64)
     if expert < 0:
@@ -395,7 +405,8 @@ def _multiply_kernel(
 
 @triton.jit
 def _sum_kernel(slots, weights, output, width, NUM_CHOSEN: tl.constexpr, TILE: tl.constexpr):
-    """Sum TILE elements of a token's slots per program."""
+    """Triton kernel that adds up the weighted outputs of a token's experts. Each program computes TILE elements of one
+    token."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < width

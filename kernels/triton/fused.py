@@ -23,7 +23,7 @@ _NUM_WARPS = 4
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the root mean square normalization of each row (Zhang and Sennrich, 2019,
+    """Return the root mean square normalization of each row of activations (Zhang and Sennrich, 2019,
     https://arxiv.org/abs/1910.07467).
 
     Args:
@@ -41,9 +41,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Add `update` to `x` in place unless it is None, and return `rms_norm` of the sum.
+    """Add `update` to the residual stream `x` in place, unless `update` is None, and return `rms_norm` of the sum.
 
-    Both are [T, size] with any row stride. The errors are the same as for `rms_norm`.
+    `x` and `update` are [T, size] with any row stride. The errors are the same as for `rms_norm`.
     """
     check_tensor("x", x, ("T", "size"), *FLOATS, is_strided=True)
     num_rows, size = x.shape
@@ -74,7 +74,7 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up (Shazeer, 2020, https://arxiv.org/abs/2002.05202).
+    """Return silu(gate) * up, the activation of a gated MLP (Shazeer, 2020, https://arxiv.org/abs/2002.05202).
 
     Args:
         gate_up: [T, 2 * size], gates first, float16, bfloat16 or float32; any row stride.
@@ -98,7 +98,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def norm_rope(heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalize each query and key head that has a norm weight, then rotate it by its position, in place.
+    """Prepare query and key heads for attention, in place: normalize the heads that have a norm weight, then apply
+    rotary position embedding.
 
     The rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) rotates pairs (i, i + head_dim /
     2).
@@ -127,8 +128,8 @@ def norm_rope(heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True, slots=True)
 class HeadCaching:
-    """`norm_rope` followed by `reshape_and_cache` of its keys and values, in one pass over the heads, for the layers of
-    a step.
+    """A fused kernel for all layers of a step: it does the work of `norm_rope`, and then writes keys and values to the
+    KV cache as `reshape_and_cache` does, in one pass over the heads.
 
     Arguments with the same layout as in an earlier layer are not checked again.
 
@@ -141,8 +142,8 @@ class HeadCaching:
     _launches: dict[Hashable, RepeatedLaunch] = field(default_factory=dict)  # by layout
 
     def turn(self, heads: Tensor, preparation: NormRopeParams, key_cache: Tensor, value_cache: Tensor) -> Tensor:
-        """Rotate queries in place, and write rotated keys and values only to the cache: in `heads` they are not
-        changed.
+        """Rotate the queries in place, and write the rotated keys and the values to the KV cache of one layer. The keys
+        and values in `heads` are not changed.
 
         Args:
             heads, preparation: as in `norm_rope`.
@@ -184,8 +185,8 @@ class HeadCaching:
 
 
 def _norm_rope_launch(heads: Tensor, num_heads: int, cache: Tensor | None) -> RepeatedLaunch:
-    """Return a launch of the kernel. With a cache, keys and values are written to the cache; without, keys stay in
-    place."""
+    """Return a launch of the kernel that normalizes and rotates heads. If `cache` is given, keys and values are written
+    to the KV cache. Otherwise rotated keys stay in `heads`."""
     num_tokens, total_heads, head_dim = heads.shape
     num_kv_heads = (total_heads - num_heads) // 2
     padded_half = triton.next_power_of_2(head_dim // 2)
@@ -233,7 +234,7 @@ def _rms_norm_kernel(
     x, update, weight, output, num_rows, eps,
     SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Normalize TILE_ROWS rows per program."""
+    """Triton kernel for root mean square normalization. Each program normalizes TILE_ROWS rows."""
     rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.arange(0, PADDED_SIZE)
     mask = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
@@ -253,7 +254,8 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _silu_mul_kernel(gate_up, output, stride, size, TILE: tl.constexpr):
-    """Compute TILE elements of silu(gate) * up for one row per program."""
+    """Triton kernel for the activation of a gated MLP. Each program computes TILE elements of silu(gate) * up in one
+    row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < size
@@ -269,7 +271,8 @@ def _norm_rope_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate TILE_HEADS heads of a token per program, each as two halves: pair i is element i of both halves."""
+    """Triton kernel that normalizes and rotates TILE_HEADS heads of one token per program. A head is processed as two
+    halves: pair i consists of element i of both halves."""
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS))[:, None]
@@ -311,7 +314,7 @@ def _norm_rope_kernel(
 
 @triton.jit
 def _normalize_halves(first, second, weight, eps, pair, HEAD_DIM: tl.constexpr):
-    """Return `rms_norm` of heads as two halves, [heads, padded half] each."""
+    """Return `rms_norm` of query or key heads that are given as two halves, [heads, padded half] each."""
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
     rms = tl.sqrt_rn(squares / HEAD_DIM + eps)[:, None]
@@ -323,7 +326,7 @@ def _normalize_halves(first, second, weight, eps, pair, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _load_halves(row, pair, HALF: tl.constexpr):
-    """Load both halves of a row of 2 * HALF elements, [1, padded half] each."""
+    """Load the first and the second half of a row of 2 * HALF elements, [1, padded half] each."""
     first = tl.load(row + pair, mask=pair < HALF, other=0.0)
     second = tl.load(row + HALF + pair, mask=pair < HALF, other=0.0)
     return first, second
@@ -337,14 +340,14 @@ def _scale(x, factor):
 
 @triton.jit
 def _turn(x, other, cos, sin):
-    """Rotate one element of each pair: its cosine part is rounded before the sine part of the other element is
-    added."""
+    """Rotate one element x of each rotary pair; `other` is the other element. The cosine part is rounded before the
+    sine part is added."""
     return (_scale(x, cos).to(tl.float32) + other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
 def _store_halves(cache, block, position, head, pair, HALF: tl.constexpr, first, second, mask):
-    """Write heads, as two halves, to a position of the cache."""
+    """Write key or value heads, given as two halves, to one position of a KV cache block."""
     row = cache.data + block * cache.strides[0] + position * cache.strides[1]
     targets = row + head * cache.strides[2] + pair
     tl.store(targets, cached(first, cache), mask=mask)

@@ -27,7 +27,8 @@ _Tables = namedtuple("_Tables", "token_ids block_tables")
 def gather_tokens(
     tables: RowTables, slots: Tensor, lengths: Tensor, row_slots: Tensor, num_blocks: int
 ) -> GatheredTokens:
-    """Gather the new tokens of a step as specified in `pagewire.kernels.gathering.gather_tokens`.
+    """Collect the new tokens of a step, their positions, KV cache slots and block tables, from tables on the GPU.
+    `pagewire.kernels.gathering.gather_tokens` specifies the result.
 
     Args:
         tables, slots, lengths, row_slots, num_blocks: as specified; tensors of int32, the last dimension dense.
@@ -67,7 +68,8 @@ def gather_tokens(
 
 
 def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
-    """Gather sampling parameters as specified in `pagewire.kernels.gathering.gather_columns`.
+    """Collect the sampling parameters of a step's rows from tables on the GPU.
+    `pagewire.kernels.gathering.gather_columns` specifies the result.
 
     Args:
         lines, seeds, slots, num_tokens: as specified, the last dimension dense.
@@ -108,8 +110,8 @@ def _gather_tokens_kernel(
     tables, slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks, num_pieces,
     BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Gather tokens in the first `num_tiles` programs. Each other program copies one of the `num_pieces` pieces of a
-    block table."""
+    """Triton kernel that collects the inputs of a step. The first `num_tiles` programs gather tokens. Each other
+    program copies one of the `num_pieces` pieces of a row's block table."""
     program = tl.program_id(0)
     if program < num_tiles:
         token = program * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -137,7 +139,7 @@ def _gather_columns_kernel(
     lines, seeds, slots, columns, row_seeds, column_stride, num_rows,
     NUM_LINES: tl.constexpr, PADDED_LINES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Gather the parameters of TILE rows per program."""
+    """Triton kernel that gathers the sampling parameters of TILE rows per program."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_row = row < num_rows
     slot = tl.load(slots + row, is_row, 0)

@@ -17,7 +17,8 @@ ALIGNMENT = 16  # bytes: Triton compiles one variant for addresses that are mult
 
 
 class Strided(NamedTuple):
-    """A tensor whose last dimension is dense, with its other strides, as one argument of a kernel.
+    """A tensor and its strides, passed to a Triton kernel as one argument. The last dimension must be dense, and its
+    stride is left out.
 
     A kernel receives the fields of a tuple as separate parameters.
     """
@@ -34,7 +35,7 @@ class Strided(NamedTuple):
 def check_tensor(
     name: str, tensor: Tensor | None, shape: tuple[int | str, ...], *dtypes: torch.dtype, is_strided: bool = False
 ) -> None:
-    """Raise ValueError unless a tensor has this shape, one of these dtypes, and dense memory.
+    """Raise ValueError unless a tensor argument of a kernel has this shape, one of these dtypes, and dense memory.
 
     Args:
         name: name of the argument in the error message.
@@ -57,7 +58,7 @@ def check_tensor(
 
 
 def operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
-    """Return the Triton type of the operands of dot products.
+    """Return the Triton type to which the operands of a kernel's dot products are converted.
 
     8-bit floats are converted to float16, which is exact and needs fewer instructions than bfloat16. The interpreter
     uses float32 for bfloat16, which it cannot multiply.
@@ -71,7 +72,8 @@ def operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLaunch:
-    """A kernel with its grid and constants, for launches that skip Triton's inspection of the arguments.
+    """A Triton kernel with its grid and constants, for fast repeated launches that skip Triton's inspection of the
+    arguments.
 
     At every launch Triton inspects all arguments to find the matching compiled variant, which takes ten times as long
     as the launch. Here the caller passes the kind of the arguments. Arguments of a kind that was launched before use
@@ -91,10 +93,11 @@ class RepeatedLaunch:
     _variants: dict[Hashable, Callable[..., None]] = field(default_factory=dict)
 
     def __call__(self, kind: Hashable, *arguments: Any) -> None:
-        """Launch the kernel.
+        """Launch the kernel with these arguments.
 
-        `kind`: two kinds may be equal only if every property that a kernel is compiled for is equal: types, strides,
-        numbers, and whether addresses are multiples of 16. None: the kind will not occur again.
+        `kind` identifies the compiled variant that the arguments need. Two kinds may be equal only if every property
+        that a kernel is compiled for is equal: types, strides, numbers, and whether addresses are multiples of 16. Pass
+        None if the kind will not occur again.
         """
         launch = self._variants.get(kind)
         if launch is not None:

@@ -39,7 +39,8 @@ Pointers = namedtuple("Pointers", "codes scale zero minimum")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight [..., out, in] of a layer or of each expert in the kernel's layout: `scale * (codes - zero) - minimum`.
+    """A quantised weight [..., out, in] in the memory layout of this module's kernel. It belongs to one linear layer,
+    or contains the weights of all experts. Its value is `scale * (codes - zero) - minimum`.
 
     4-bit codes are stored in units of `2 * depth` inputs: the first half of a unit in the lower halves of its bytes,
     the second half in the upper halves. Other codes are stored in units of `depth` inputs. The last unit is padded.
@@ -68,7 +69,8 @@ class PackedWeight:
 
     @property
     def depth(self) -> int:
-        """Return the number of inputs of one dot product. All of them belong to one group."""
+        """The number of inputs in one dot product of the kernel. All of these inputs belong to one group, so they share
+        a scale."""
         return _depth(self.group_size, self.in_size)
 
     @property
@@ -89,9 +91,10 @@ class PackedWeight:
 
 
 class LinearTile(NamedTuple):
-    """The rows and outputs of a program, its number of lanes, and its launch options.
+    """The part of a matrix multiplication that one program of the kernel computes, and the launch options of the
+    kernel. The tile has `block_m` rows of activations and `block_n` outputs.
 
-    Lanes are dot products of a step that the program computes side by side.
+    `num_lanes` is the number of dot products that the program computes side by side in each step of its loop.
     """
 
     block_m: int
@@ -114,12 +117,13 @@ _TILES = {
 
 
 def can_pack(group_size: int, in_size: int) -> bool:
-    """Return whether `pack` supports weights with this group size: multiples of 16 inputs, or whole rows."""
+    """Return whether `pack` supports quantised weights with this group size (the number of inputs that share a scale).
+    Multiples of 16 inputs, and groups that cover a whole row, are supported."""
     return group_size >= in_size or not group_size % GROUP_UNIT
 
 
 def num_bytes(format: StoredFormat, out_size: int, in_size: int) -> int:
-    """Return an upper bound on the bytes of a packed weight of this format.
+    """Return an upper bound on the GPU memory, in bytes, of a quantised weight of this format after `pack`.
 
     The actual scales decide whether float16 represents them. Codes of 4 bits are assumed to need 4 bits in all rows.
     Joined with weights that need 8 bits, they may need 8 bits.
@@ -133,7 +137,7 @@ def num_bytes(format: StoredFormat, out_size: int, in_size: int) -> int:
 
 
 def pack(weight: StoredWeight, device: torch.device) -> PackedWeight:
-    """Convert a weight to the kernel's layout on the device.
+    """Convert a quantised weight to the memory layout of this module's kernel, on `device`. The values do not change.
 
     Codes are stored in 4 bits in two cases: all codes differ by less than 16, or all codes are twice E2M1 numbers and
     the weight has no zeros.
@@ -161,7 +165,8 @@ def pack(weight: StoredWeight, device: torch.device) -> PackedWeight:
 
 
 def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output: Tensor | None = None) -> Tensor:
-    """Return x W^T + b. The result of a row does not depend on the other rows.
+    """Return x W^T + b, the output of a linear layer with a quantised weight. The result of a row of x does not depend
+    on the other rows.
 
     Args:
         x: [T, in_size] float16, bfloat16 or float32; any row stride.
@@ -191,7 +196,8 @@ def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output
 
 
 def multiply_routed(x: Tensor, packed: PackedWeight, assignment: Assignment, biases: Tensor | None = None) -> Tensor:
-    """Return x W^T + b for each slot, with the weight and bias of the slot's expert.
+    """Return the expert outputs of a mixture-of-experts layer with quantised weights. A slot is one pair of token and
+    chosen expert, and its output is x W^T + b with the weight and bias of that expert.
 
     Args:
         x: [T, in_size], one row per token, or [T * num_chosen, in_size], one row per slot; float16, bfloat16 or
@@ -222,8 +228,8 @@ def multiply_routed(x: Tensor, packed: PackedWeight, assignment: Assignment, bia
 
 
 def join(packed: Sequence[PackedWeight]) -> PackedWeight:
-    """Return one weight for experts, from one weight per expert. Codes have the number of bits that all experts need
-    together.
+    """Combine the packed weights of single experts into one weight for the whole expert layer. All codes get the number
+    of bits that the experts need together.
 
     Raises:
         ValueError: sizes differ, only some weights are 8-bit floats, or there is no weight.
@@ -247,8 +253,8 @@ def join(packed: Sequence[PackedWeight]) -> PackedWeight:
 
 
 def lookup_rows(packed: PackedWeight, indexes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of the dequantised weight, computed in float32 and rounded once. The host does not wait for the
-    device.
+    """Return rows of a quantised weight as floats, as an embedding looks them up. The rows are computed in float32 and
+    rounded once. The host does not wait for the device.
 
     Args:
         packed: a weight of 2 dimensions.
@@ -281,20 +287,23 @@ def lookup_rows(packed: PackedWeight, indexes: Tensor, dtype: torch.dtype) -> Te
 
 
 def choose_block_m(num_rows: int, dtype: torch.dtype) -> int:
-    """Return the number of rows of a tile, for rows that are not assigned to experts."""
+    """Return the number of rows of x that one program of the matrix multiplication processes, given the total number of
+    rows and the dtype of x. It is for layers without experts."""
     sizes = _TILES[dtype.itemsize]
     return next((size for size in sizes if num_rows <= size), max(sizes))
 
 
 def choose_tile(block_m: int, num_tiles: int, out_size: int, dtype: torch.dtype) -> LinearTile:
-    """Return the widest tile that gives enough programs for this number of row tiles, or else the narrowest tile."""
+    """Return the tile that each program of the matrix multiplication computes: the widest tile that still gives enough
+    programs to fill the GPU, or else the narrowest tile. `num_tiles` is the number of tiles along the rows."""
     tiles = _TILES[dtype.itemsize][block_m]
     wide = (tile for tile in tiles if num_tiles * triton.cdiv(out_size, tile.block_n) >= _NUM_PROGRAMS)
     return next(wide, tiles[-1])
 
 
 def kernel_shape(packed: PackedWeight, tile: LinearTile, dtype: torch.dtype) -> KernelShape:
-    """Return the compile-time constants of the kernel for x of this dtype."""
+    """Return the compile-time constants of the matrix multiplication kernel, for a packed weight, a tile, and
+    activations of this dtype."""
     num_halves = 8 // packed.bits
     has_decoders = num_halves == 2 and dtype.itemsize == 2 and not INTERPRETED
     return KernelShape(
@@ -313,7 +322,7 @@ def kernel_shape(packed: PackedWeight, tile: LinearTile, dtype: torch.dtype) -> 
 
 
 def decoder(dtype: torch.dtype, is_e2m1: bool, half: int) -> str:
-    """Return PTX that decodes four 4-bit codes into 16-bit floats.
+    """Return PTX assembly that converts four 4-bit codes to 16-bit floats.
 
     The codes are the lower or upper halves of the 4 bytes of $2. The bits of the floats are written to $0 and $1, two
     floats each. The result equals the result of the kernel's generic code in `_decode`.
@@ -370,7 +379,8 @@ def _launch(
 
 
 def launch_sizes(packed: PackedWeight) -> tuple[int, int]:
-    """Return the number of units and the number of quantization groups in a row of the weight."""
+    """Return two sizes of each row of a packed weight: the number of units in which its codes are stored, and the
+    number of quantization groups."""
     return packed.codes.shape[-1] // packed.depth, packed.num_groups
 
 
@@ -384,13 +394,14 @@ def _fill_up(codes: Tensor, unit: int) -> Tensor:
 
 
 def _to_words(scales: Tensor) -> Tensor:
-    """Return [..., out, groups] in 32-bit words: [..., words, out, groups per word]."""
+    """Rearrange scales or zeros [..., out, groups] into 32-bit words, as the kernel reads them: [..., words, out,
+    groups per word]."""
     per_word = 4 // scales.itemsize
     return _fill_up(scales, per_word).unflatten(-1, (-1, per_word)).transpose(-2, -3).contiguous()
 
 
 def _from_words(words: Tensor) -> Tensor:
-    """Return [..., out, groups] of 32-bit words, including the padding of the last word."""
+    """Undo `_to_words`: return scales or zeros [..., out, groups], including the padding of the last word."""
     return words.transpose(-2, -3).flatten(-2)
 
 
@@ -401,7 +412,8 @@ def _pack_scales(scales: Tensor) -> Tensor:
 
 
 def _encode(packed: PackedWeight, codes: Tensor) -> PackedWeight:
-    """Return the packed weight with these codes, int8 [..., out, in], in the smallest number of bits."""
+    """Return the packed weight with these int8 codes, [..., out, in], stored in 4 bits if possible and in 8 bits
+    otherwise."""
     lowest, highest = (int(bound) for bound in codes.aminmax()) if codes.numel() else (0, 0)
     depth = packed.depth
     start = next((start for start in (-8, 0) if start <= lowest and highest < start + 16), None)
@@ -428,7 +440,8 @@ _ENCODERS = {torch.int8: _encode, FLOAT8: _encode_floats}  # by a weight's eleme
 
 
 def _shift_zero(packed: PackedWeight, distance: int) -> Tensor | None:
-    """Return the zeros after adding a distance to all codes; None if a zero no longer fits 8 bits."""
+    """Return the zero points that a packed weight needs after `distance` was added to all its codes. Return None if a
+    zero point no longer fits in 8 bits."""
     if packed.zero is None:
         return torch.full_like(_to_words(_from_words(packed.scale).to(torch.int8)), distance)
     moved = packed.zero.short() + distance
@@ -436,7 +449,8 @@ def _shift_zero(packed: PackedWeight, distance: int) -> Tensor | None:
 
 
 def _unfold(codes: Tensor, packed: PackedWeight) -> Tensor:
-    """Return the codes [..., in] of a packed weight: int8 without padding, or float8_e4m3fn."""
+    """Return the codes [..., in] of a packed weight as one number each: int8 codes without padding, or float8_e4m3fn
+    values."""
     if packed.bits == 8:
         return codes[..., : packed.in_size]
     halves = codes.unflatten(-1, (-1, 1, packed.depth))
@@ -449,9 +463,10 @@ def _unfold(codes: Tensor, packed: PackedWeight) -> Tensor:
 
 
 def _stack(parts: Sequence[Tensor | None], num_groups: int) -> Tensor | None:
-    """Stack a part of several weights in one dtype, the widest. A part that is missing in one weight counts as zero.
+    """Stack one part (scales, zeros or minima) of several experts' weights in the widest of their dtypes. A part that
+    is missing in one weight counts as zero.
 
-    Returns None if all weights lack the part.
+    Return None if all weights lack the part.
     """
     there = [part for part in parts if part is not None]
     if not there:
@@ -468,8 +483,8 @@ def _stack(parts: Sequence[Tensor | None], num_groups: int) -> Tensor | None:
 
 
 def _fold(nibbles: Tensor, depth: int) -> Tensor:
-    """Return bytes that combine the two halves of each unit of `2 * depth` codes. Only the lower 4 bits of a code are
-    used."""
+    """Combine pairs of 4-bit codes into bytes: the codes of the first and the second half of each unit of `2 * depth`
+    codes. Only the lower 4 bits of a code are used."""
     halves = nibbles.unflatten(-1, (-1, 2, depth))
     return (halves[..., 0, :] & 15 | halves[..., 1, :] << 4).flatten(-2)
 
@@ -479,8 +494,8 @@ def _multiply_kernel(
     x, weight, biases, output, table, num_slots, slots_of_row, in_size, out_size,
     num_units, num_groups, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N outputs for a tile of rows per program or, with a table, for a tile of slots with the same
-    expert.
+    """Triton kernel that multiplies activations by a quantised weight. Each program computes BLOCK_N outputs for a tile
+    of rows. With a table, the tile contains slots (pairs of token and chosen expert) of the same expert.
 
     Tiles have the dimensions (outputs, rows). With several lanes they are (lanes, outputs, rows).
     """
@@ -512,7 +527,8 @@ def _sum_groups(
     x_at, is_member, weight, expert, columns, in_size, out_size, num_units, num_groups,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum over all groups of inputs, [BLOCK_N, BLOCK_M] in float32."""
+    """Return the outputs of one tile of the matrix multiplication, summed over all quantization groups of inputs:
+    [BLOCK_N, BLOCK_M] float32."""
     DEPTH: tl.constexpr = SHAPE.depth
     NUM_HALVES: tl.constexpr = SHAPE.num_halves
     ELEMENT: tl.constexpr = x_at.dtype.element_ty
@@ -557,8 +573,8 @@ def _sum_groups(
 
 @triton.jit
 def _along(line, dim: tl.constexpr, SHAPE: tl.constexpr):
-    """Return a vector along the first or second dimension of a tile, after the dimension of lanes if there are
-    several."""
+    """Reshape a vector so that it broadcasts along dimension `dim` of a tile, 0 (outputs) or 1 (rows or inputs). If
+    there are several lanes, they are an additional leading dimension."""
     line = line[:, None] if dim == 0 else line[None, :]
     if SHAPE.num_lanes > 1:
         line = line[None, :, :]
@@ -572,7 +588,8 @@ def _transpose(tile, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_of_groups(scales, expert, groups, num_groups, columns, out_size):
-    """Load the group values of columns: scales, zeros or minima. A whole word is loaded for each."""
+    """Load the scales, zeros or minima of some quantization groups for the output columns of a tile. A whole 32-bit
+    word is loaded for each value."""
     PER_WORD: tl.constexpr = 32 // scales.dtype.element_ty.primitive_bitwidth
     words = scales.to(tl.pointer_type(tl.int32)) + expert * out_size * tl.cdiv(num_groups, PER_WORD)
     found = tl.load(words + groups // PER_WORD * out_size + columns, mask=columns < out_size, other=0)
@@ -587,7 +604,7 @@ def _load_of_groups(scales, expert, groups, num_groups, columns, out_size):
 
 @triton.jit
 def _decode(codes, half: tl.constexpr, ELEMENT: tl.constexpr, SHAPE: tl.constexpr):
-    """Convert codes to operands.
+    """Convert a tile of codes to floats that the dot product accepts as operands.
 
     4-bit codes become bits of floats, which is cheaper than a conversion. An integer code becomes the last bits of a
     float whose last bit is worth 1. An E2M1 number becomes the exponent and the first fraction bit of a very small

@@ -16,8 +16,8 @@ from pagewire.kernels.triton.prefill_attention import PrefillAttention
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Attention of a step's S rows for a group of layers. It is prepared once, so that each layer only launches
-    kernels.
+    """Attention over the paged KV cache for a step that mixes decode and prefill rows. It is prepared once per step for
+    a group of layers, so that each layer only launches kernels.
 
     Attributes:
         group: the layers.
@@ -37,7 +37,7 @@ class PagedAttention:
         plan: SplitPlan | None,
         selection: Selection | None = None,
     ) -> "PagedAttention":
-        """Prepare attention for rows of which the host knows how many decode. Rows that decode come first, with one
+        """Prepare attention for a step in which the host knows how many rows decode. These rows come first, with one
         query each.
 
         Args:
@@ -75,8 +75,8 @@ class PagedAttention:
         query_start_loc: Tensor,
         plan: SplitPlan | None,
     ) -> "PagedAttention":
-        """Prepare attention for rows of which only the device knows how many decode, so that one graph serves any
-        mixture.
+        """Prepare attention for a step in which only the device knows which rows decode, so that one CUDA graph serves
+        any mixture of decode and prefill rows.
 
         Both kernels are launched over all rows, and programs of rows that belong to the other kernel end at once. The
         first kernel writes zeros to one query for each of these rows; the second kernel then writes the queries of all
@@ -100,7 +100,8 @@ class PagedAttention:
     def attend(
         self, query: Tensor, caches: PagedCaches, sinks: Tensor | None = None, output: Tensor | None = None
     ) -> Tensor:
-        """Compute attention over one layer's paged cache, which already contains the rows' new keys and values.
+        """Compute attention for one layer over its paged KV cache, which already contains the keys and values of the
+        step's new tokens.
 
         Args:
             query: [T, num_heads, head_dim], with the shape and dtype of the group; the last dimension dense.

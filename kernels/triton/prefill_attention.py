@@ -43,8 +43,8 @@ def paged_prefill(
     selection: Selection | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention of S rows over one layer's paged cache, which already contains the rows' new keys and
-    values.
+    """Compute causal attention for prefill: S rows with several new tokens each, over one layer's paged KV cache. The
+    cache already contains the keys and values of the new tokens.
 
     The algorithm is FlashAttention 2 (Dao, 2023, https://arxiv.org/abs/2307.08691) over pages. Positions that the
     specification never reads may contain anything, including NaN. A query that attends to no position returns zeros.
@@ -77,7 +77,7 @@ def paged_prefill(
 
 @dataclass(frozen=True, slots=True)
 class PrefillAttention:
-    """The computation of `paged_prefill`, prepared for a step's rows in a group of layers that differ only in
+    """The attention of `paged_prefill`, prepared once per step for a group of layers whose arguments differ only in
     `LayerTensors`.
 
     Attributes:
@@ -101,9 +101,11 @@ class PrefillAttention:
         num_skipped: int,
         selection: Selection | None = None,
     ) -> "PrefillAttention":
-        """Prepare the launch for the rows. Raises ValueError if a shape or dtype is not supported.
+        """Prepare the launch of the prefill attention kernel for the rows of a step. Raises ValueError if a shape or
+        dtype is not supported.
 
-        `num_skipped`: the number of queries that precede the queries of these rows, if the host knows it, else 0.
+        `num_skipped` is the number of queries that precede the queries of these rows if the host knows this number,
+        else 0.
         """
         num_rows = seq_lens.numel()
         rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or None, selection)
@@ -118,7 +120,7 @@ class PrefillAttention:
         return PrefillAttention(rows, query_start_loc, num_rows, attend)
 
     def launch(self, layer: LayerTensors) -> None:
-        """Write the rows' results to the layer's output."""
+        """Compute the attention of one layer and write the results of all rows to the layer's output tensor."""
         if self.num_rows:
             arguments = (layer.output, layer.query, layer.caches, *self.rows, layer.weighing)
             self.attend(layer.kind, *arguments, self.query_start_loc, self.num_rows)
@@ -137,7 +139,7 @@ def _paged_prefill_kernel(
     output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing, query_start_loc, num_rows,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Process one tile per program.
+    """Triton kernel that computes prefill attention for one tile of queries per program.
 
     A row of the tile is one head of one query: block_m // num_groups queries times num_groups heads.
     """
@@ -195,8 +197,8 @@ def _paged_prefill_kernel(
 
 @triton.jit
 def _find_tile(query_start_loc, num_rows, index, TILE_QUERIES: tl.constexpr):
-    """Return the row of a tile, and the tile's first query within that row. The query may be past the last query of the
-    row.
+    """Return the sequence (row of the step) to which a tile of queries belongs, and the index of the tile's first query
+    in that sequence. The index may be past the last query of the sequence.
 
     Row i's tiles begin at tile start // TILE_QUERIES + i. Here start is the row's first query, counted from the first
     query of the first row. This leaves room for one partial tile in each row.
@@ -214,7 +216,8 @@ def _find_tile(query_start_loc, num_rows, index, TILE_QUERIES: tl.constexpr):
 
 @triton.jit
 def _bound(first_position, last_position, window, BLOCK_N: tl.constexpr):
-    """Return the bounds of the keys that a tile of queries sees: (first, begin, full_begin, full_end, end).
+    """Return the bounds of the key positions that a tile of queries attends to: (first, begin, full_begin, full_end,
+    end).
 
     `first` is the first position that any query sees. The tiles of keys from begin to end contain all positions that
     any query sees. Every query sees all positions from full_begin to full_end.
@@ -233,11 +236,12 @@ def _attend(
     state, of_tile, span, block_table, blocks, caches, head, window, weighing, SHAPE: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys and values of a span to the softmax state, and return it.
+    """Add the keys and values of a span of the KV cache to the softmax state (sums, total weights, highest scores), and
+    return the new state.
 
     A span is (begin, end, first, last): the indexes begin to end, without positions before `first` or after `last`.
-    Without selected blocks an index is a position. With selected blocks the indexes count their positions, block by
-    block. If IS_MASKED is false, the whole span is read, and every query sees all of it.
+    Without selected blocks an index is a position. With selected blocks the indexes count the positions of the selected
+    blocks, block by block. If IS_MASKED is false, the whole span is read, and every query sees all of it.
     """
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     IS_ADJUSTED: tl.constexpr = (weighing.cap is not None) or (weighing.slopes is not None)
@@ -286,7 +290,8 @@ def _attend(
 
 @triton.jit
 def _locate(index, span, block_table, selected_blocks, BLOCK_SIZE: tl.constexpr, IS_MASKED: tl.constexpr):
-    """Return the positions and block ids at indexes of a span, and whether to read them.
+    """Find where to read keys and values. For each index in a span, return the position, the block id in the KV cache,
+    and whether to read it.
 
     Without a mask, every index below the end of the span is read.
     """

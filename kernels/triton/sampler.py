@@ -70,10 +70,12 @@ def sample(
     max_logprobs: int | None = None,
     target: TokenTarget | None = None,
 ) -> SampledTokens:
-    """Choose a token for each row, add it to the token counts, and return the tokens and their log-probabilities.
+    """Sample the next token of each row (one running sequence) from its logits on the GPU. Add the token to the token
+    counts, and return the tokens and their log-probabilities.
 
-    The draws equal the draws of the specification, with two exceptions: the two best scores of a row differ by less
-    than 1e-5, or the probability before the last token that top-p keeps is within rounding of top-p.
+    The draws equal the draws of the specification, `pagewire.kernels.sampling.sample`, with two exceptions: the two
+    best scores of a row differ by less than 1e-5, or the probability before the last token that top-p keeps is within
+    rounding of top-p.
 
     Args:
         logits: [R, vocab_size] float32, the last dimension dense; overwritten.
@@ -126,8 +128,8 @@ def sample(
 def count_tokens(
     token_counts: Tensor, slots: Tensor, token_ids: Tensor, start_loc: Tensor, num_prompt_tokens: Tensor
 ) -> None:
-    """Count the tokens of N new sequences into their lines of `token_counts`, replacing the previous content of these
-    lines.
+    """Count how often each token occurs in N new sequences, for repetition, presence and frequency penalties. The
+    counts replace the lines of `token_counts` that belong to the sequences.
 
     Args:
         token_counts: [num_slots, vocab_size] int32, the last dimension dense.
@@ -192,7 +194,8 @@ def _check(
 
 
 def _apply_masks(logits: Tensor, columns: SamplingColumns) -> None:
-    """Set the logits of tokens that a mask does not allow to -inf. NaN is kept, so that the scan finds it."""
+    """Set to -inf the logits of the tokens that a row's mask (from a grammar) does not allow. NaN logits are kept, so
+    that the later scan finds them."""
     if columns.masks is None or columns.mask_lines is None:
         return
     num_rows, vocab_size = logits.shape
@@ -233,8 +236,8 @@ def _choose(
     sampled: SampledTokens,
     target: TokenTarget | None,
 ) -> None:
-    """Launch the scan and the choice. They fill `group_highest` [R, num_groups], the tokens of `sampled`, and the
-    target."""
+    """Launch the two kernels that scan the logits and choose a token for each row. They fill `group_highest` [R,
+    num_groups], the chosen tokens in `sampled`, and the memory of `target`."""
     num_rows, vocab_size = logits.shape
     num_groups = group_highest.shape[1]
     num_tiles = triton.cdiv(num_groups, TILE_GROUPS)
@@ -294,8 +297,8 @@ def _noise_key(columns, row):
 
 @triton.jit
 def _distance_to_1(key, ids):
-    """Return 1 - u for the uniform number u of each token. u has 23 random bits plus half a step; 1 - u is exact like
-    u."""
+    """Return 1 - u, where u is the uniform random number of each token, from which the Gumbel noise is computed. u has
+    23 random bits plus half a step, and 1 - u is as exact as u."""
     bits = _fmix32(key ^ (ids.to(tl.uint32) * _TOKEN_MULTIPLIER)) >> 9
     return ((bits ^ 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
 
@@ -310,7 +313,8 @@ def _gumbel(distance):
 
 @triton.jit
 def _mask_kernel(logits, vocab_size, masks, num_words, mask_lines, TILE_SIZE: tl.constexpr):
-    """Set the logits of disallowed tokens of one row to -inf, TILE_SIZE tokens per program."""
+    """Triton kernel that sets the logits of disallowed tokens to -inf. Each program processes TILE_SIZE tokens of one
+    row."""
     row = tl.program_id(0).to(tl.int64)
     line = tl.load(mask_lines + row).to(tl.int64)
     if line < 0:
@@ -334,7 +338,8 @@ def _edit_kernel(
     num_words,
     TILE_SIZE: tl.constexpr,
 ):
-    """Edit one row per program: add its biases, and suppress its stop tokens while the output is too short."""
+    """Triton kernel that edits the logits of one row per program. It adds the row's logit biases, and sets the logits
+    of its stop tokens to -inf while the output is shorter than the minimum."""
     row = tl.program_id(0).to(tl.int64)
     line = logits.data + row * logits.strides[0]
     if columns.bias_token_ids is not None:
@@ -364,7 +369,7 @@ def _edit_kernel(
 
 @triton.jit
 def _count_kernel(counts, slots, token_ids, start_loc, num_prompt_tokens, TILE_SIZE: tl.constexpr):
-    """Count TILE_SIZE tokens of a sequence per program."""
+    """Triton kernel that counts tokens for penalties. Each program counts TILE_SIZE tokens of one sequence."""
     sequence = tl.program_id(1)
     start, end = tl.load(start_loc + sequence), tl.load(start_loc + sequence + 1)
     index = tl.program_id(0) * TILE_SIZE + tl.arange(0, TILE_SIZE)
@@ -382,7 +387,8 @@ def _count_kernel(counts, slots, token_ids, start_loc, num_prompt_tokens, TILE_S
 # The number of rows of a step determines chunk_tiles and must not trigger a recompilation.
 @triton.jit(do_not_specialize=["chunk_tiles"])
 def _scan_kernel(logits, vocab_size, counts, columns, groups, chunks, chunk_tiles):
-    """Scan `chunk_tiles` tiles of a row per program."""
+    """Triton kernel that reads all logits once. Each program scans `chunk_tiles` tiles of one row. It applies the
+    penalties, and finds the highest logit and the best score (logit / temperature + noise) of its part of the row."""
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     line, num_groups = logits.data + row * logits.strides[0], groups.num_groups
     temperature, top_k = tl.load(columns.temperature + row), tl.load(columns.top_k + row)
@@ -431,7 +437,8 @@ def _store_3(target, first, second, third):
 
 @triton.jit
 def _penalize(values, ids, vocab_size, row, line, counts, columns):
-    """Return the values after penalties, and write them back for programs that read the logits again."""
+    """Apply the repetition, presence and frequency penalties to logits. Return the result, and also write it back to
+    memory for later readers of the logits."""
     slot, repetition = tl.load(columns.slots + row), tl.load(columns.repetition_penalty + row)
     presence, frequency = tl.load(columns.presence_penalty + row), tl.load(columns.frequency_penalty + row)
     if (slot >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)):
@@ -447,8 +454,8 @@ def _penalize(values, ids, vocab_size, row, line, counts, columns):
 
 @triton.jit
 def _scaled(values, highest, temperature):
-    """Return (values - highest) / temperature with the rounding of the specification. `highest` broadcasts to
-    `values`."""
+    """Return (values - highest) / temperature for logits, with exactly the rounding of the specification. `highest`,
+    the highest logit, broadcasts to `values`."""
     # If all values are -inf, the results are -inf.
     distances = values - tl.maximum(highest, -_LARGEST)
     return tl.div_rn(distances, temperature + tl.zeros_like(distances))
@@ -456,14 +463,16 @@ def _scaled(values, highest, temperature):
 
 @triton.jit
 def _nearly_scaled(values, highest, temperature):
-    """Return (values - highest) / temperature by a multiplication, which is cheaper but not rounded as specified."""
+    """Return (values - highest) / temperature for logits, computed by a multiplication. It is cheaper than `_scaled`
+    and differs in the last bits."""
     factor = tl.minimum(1.0 / temperature, _LARGEST)  # 0 times infinity would be NaN
     return (values - tl.maximum(highest, -_LARGEST)) * factor
 
 
 @triton.jit
 def _best_score(values, ids, line, tile, vocab_size, key, highest, temperature, best):
-    """Return the best score of a tile and of the preceding tiles as (logit, noise, id).
+    """Return the token with the best score (logit / temperature + noise) in a tile of logits and the preceding tiles,
+    as (logit, noise, id).
 
     Usually only the first tiles of a program contain a better score. An upper bound on the scores finds these tiles,
     and only they compute logarithms. The bound uses two facts. The noise is at most -log(1 - u). The bits of a number,
@@ -498,7 +507,8 @@ def _best_score(values, ids, line, tile, vocab_size, key, highest, temperature, 
 def _choose_kernel(
     logits, vocab_size, counts, columns, groups, chunks, num_chunks, sampled, target, NUM_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the token of one row per program. NUM_CHUNKS is a power of two and at least num_chunks."""
+    """Triton kernel that chooses the token of one row per program, from the results of the scan of that row's chunks.
+    NUM_CHUNKS is a power of two and at least num_chunks."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k = tl.load(columns.temperature + row), tl.load(columns.top_k + row)
     top_p, min_p = tl.load(columns.top_p + row), tl.load(columns.min_p + row)
@@ -540,8 +550,8 @@ def _choose_kernel(
 
 @triton.jit
 def _order_key(values):
-    """Return int32 keys of float32 numbers with the same order. A NaN has no valid key. `_from_order_key` is the
-    inverse."""
+    """Convert float32 numbers to int32 keys that sort in the same order. NaN has no valid key. `_from_order_key` is the
+    inverse function."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -553,7 +563,8 @@ def _from_order_key(keys):
 
 @triton.jit
 def _lowest_kept(rows, groups, top_k, top_p):
-    """Return the lowest scaled logit that top-k and then top-p keep."""
+    """Return the lowest scaled logit of a row that survives the top-k filter and then the top-p filter. All tokens with
+    a lower logit are dropped."""
     vocab_size, num_groups = rows[2], groups[2]
     by_mass = (top_k <= 0) | (top_k >= vocab_size)
     least = tl.full([], _MIN_KEY, tl.int32)
@@ -584,7 +595,8 @@ def _lowest_kept(rows, groups, top_k, top_p):
 
 @triton.jit
 def _select(rows, groups, threshold):
-    """List the groups whose highest scaled logit is at least the threshold, in order. Return their number."""
+    """Write a list of the groups of 64 tokens whose highest scaled logit is at least `threshold`, in ascending order.
+    Return the number of groups in the list."""
     _, selected, _, highest, temperature = rows
     tops, _, num_groups = groups
     num_selected = tl.full([], 0, tl.int32)
@@ -602,8 +614,8 @@ def _select(rows, groups, threshold):
 
 @triton.jit
 def _read_tokens(rows, start, num_selected):
-    """Load a tile of the selected groups' tokens: ids, scaled logits and whether each token exists, [_TILE_TOKENS]
-    each."""
+    """Load a tile of tokens from the selected groups. Return the token ids, their scaled logits, and whether each token
+    exists, [_TILE_TOKENS] each."""
     line, selected, vocab_size, highest, temperature = rows
     places = start + tl.arange(0, _TILE_TOKENS)
     mask = places < num_selected * _GROUP_SIZE
@@ -614,10 +626,11 @@ def _read_tokens(rows, start, num_selected):
 
 @triton.jit
 def _read_weights(rows, groups, start, num_selected, by_mass, OF_GROUPS: tl.constexpr):
-    """Return keys and weights of a tile of all groups, or of the selected groups' tokens: [_TILE_TOKENS] each.
+    """Return sort keys and weights of one tile of entries, [_TILE_TOKENS] each. The entries are groups of 64 tokens if
+    OF_GROUPS is true, else the tokens of the selected groups.
 
-    The key of a missing entry is below all keys. A weight is 1; by mass, it is exp(scaled logit), summed over the
-    tokens of a group.
+    The key of a missing entry is below all other keys. If `by_mass` is true, the weight of an entry is exp(scaled
+    logit), summed over the tokens of a group. Otherwise each weight is 1.
     """
     if OF_GROUPS:
         tops, masses, num_groups = groups
@@ -641,7 +654,8 @@ def _num_entries(groups, num_selected, OF_GROUPS: tl.constexpr):
 
 @triton.jit
 def _weigh(rows, groups, num_selected, key, OF_GROUPS: tl.constexpr):
-    """Return the number of entries above the key, and their mass."""
+    """Return the number of entries (groups or tokens) whose sort key is above `key`, and their total probability mass,
+    which is not normalized."""
     counts, masses = tl.zeros([_TILE_TOKENS], tl.float32), tl.zeros([_TILE_TOKENS], tl.float32)
     for start in range(0, _num_entries(groups, num_selected, OF_GROUPS), _TILE_TOKENS):
         keys, weights = _read_weights(rows, groups, start, num_selected, True, OF_GROUPS)
@@ -652,7 +666,8 @@ def _weigh(rows, groups, num_selected, key, OF_GROUPS: tl.constexpr):
 
 @triton.jit
 def _search(rows, groups, num_selected, low, target, by_mass, OF_GROUPS: tl.constexpr):
-    """Return the key of the lowest entry, not below `low`, such that the entries above it weigh less than the target.
+    """Search the threshold of a top-k or top-p filter. Return the lowest sort key, not below `low`, for which all
+    entries (groups or tokens) with higher keys together weigh less than `target`.
 
     Each pass weighs the entries above several edges between two bounds. It finds the two neighbouring edges between
     which the target is reached. The entries next to these edges are the new bounds. Keys are integers, so the search
@@ -688,7 +703,8 @@ def _search(rows, groups, num_selected, low, target, by_mass, OF_GROUPS: tl.cons
 
 @triton.jit
 def _best_kept(rows, groups, threshold, key):
-    """Return the token with the best score among the tokens that reach the threshold."""
+    """Return the id of the token with the best score (scaled logit + noise) among the tokens whose scaled logit is at
+    least `threshold`."""
     num_selected = _select(rows, groups, threshold)
     best_score, best_id = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
     for start in range(0, num_selected * _GROUP_SIZE, _TILE_TOKENS):
@@ -717,9 +733,10 @@ def _logprobs_kernel(
     num_top,
     NUM_GROUPS: tl.constexpr,
 ):
-    """Report the log-probabilities of one row per program.
+    """Triton kernel that reports the log-probabilities of one row per program: for the chosen token, and for the most
+    likely tokens or the listed tokens.
 
-    NUM_GROUPS is num_groups rounded up to a power of two. `listed`: [R, max_listed], or None.
+    NUM_GROUPS is num_groups rounded up to a power of two. `listed` is [R, max_listed] token ids, or None.
     """
     row = tl.program_id(0).to(tl.int64)
     num_wanted = tl.load(num_logprobs + row)

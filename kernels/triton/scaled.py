@@ -52,7 +52,8 @@ _MANY = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaledWeight:
-    """A weight whose value is `values * scale`.
+    """An 8-bit weight of a linear layer, for multiplication with activations rounded to 8 bits (W8A8). Its value is
+    `values * scale`.
 
     Attributes:
         values: int8 or float8_e4m3fn [out_size, in_size], dense.
@@ -69,9 +70,9 @@ class ScaledWeight:
 
 
 def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the device multiplies int8 (compute capability 8.0) or float8_e4m3fn (8.9).
+    """Return whether the device can multiply matrices in int8 (compute capability 8.0) or float8_e4m3fn (8.9).
 
-    Triton's interpreter supports both.
+    Triton's interpreter supports both dtypes.
     """
     if dtype not in _MIN_CAPABILITY:
         return False
@@ -81,7 +82,8 @@ def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack(weight: StoredWeight, device: torch.device) -> ScaledWeight | None:
-    """Return the same weight on the device, or None if this module cannot represent the weight exactly.
+    """Convert a quantised weight for 8-bit matrix multiplication on the device. Return None if this module cannot
+    represent the weight exactly.
 
     Not supported are: weights with zeros or minima; int8 weights with several scales in a row; and FP8 weights whose
     scales are neither one per row nor one per block of 128 by 128. int8 weights with more than MAX_INPUTS inputs are
@@ -102,17 +104,19 @@ def pack(weight: StoredWeight, device: torch.device) -> ScaledWeight | None:
 
 
 def _fits_library(weight: ScaledWeight) -> bool:
-    """Return whether torch supports the dtype and size of a weight: whole blocks, or else multiples of 16."""
+    """Return whether `torch._scaled_mm` supports the dtype and sizes of a weight. It supports FP8 weights whose sizes
+    are multiples of 128 if the scales are per block, else multiples of 16."""
     unit = BLOCK if weight.scale.dim() == 2 else _LIBRARY_UNIT
     return weight.values.dtype == FLOAT8 and not any(size % unit for size in weight.values.shape)
 
 
 @lru_cache
 def has_library(device: torch.device, is_blocked: bool) -> bool:
-    """Return whether `torch._scaled_mm`, which uses cuBLAS, gives the kernel's result for FP8 on a device.
+    """Return whether `torch._scaled_mm`, which uses cuBLAS, gives the same result as this module's FP8 kernel on a
+    device, up to rounding.
 
-    `is_blocked`: with scales of blocks, else with scales of channels. The function does not check GPU models or CUDA
-    versions: it computes a small matrix multiplication both ways and compares the results.
+    `is_blocked` selects scales per block; otherwise there is one scale per channel. The function does not check GPU
+    models or CUDA versions: it computes a small matrix multiplication both ways and compares the results.
     """
     rows, outputs, inputs = 80, 2 * BLOCK, 2 * BLOCK
     numbers = torch.arange(outputs * inputs, dtype=torch.float32, device=device)
@@ -130,8 +134,8 @@ def has_library(device: torch.device, is_blocked: bool) -> bool:
 
 
 def _scales_of_blocks(scales: Tensor, group_size: int, out_size: int, in_size: int) -> Tensor | None:
-    """Return the scale of each block, [ceil(out_size / 128), ceil(in_size / 128)], dense; None if scales differ within
-    a block."""
+    """Return one scale for each block of 128 by 128 of a weight: [ceil(out_size / 128), ceil(in_size / 128)], dense.
+    Return None if the scales differ within a block."""
     unit = gcd(group_size, BLOCK)
     of_units = scales.repeat_interleave(group_size // unit, 1)[:, : -(-in_size // unit)]
     blocks = of_units[::BLOCK, :: BLOCK // unit].contiguous()
@@ -140,7 +144,8 @@ def _scales_of_blocks(scales: Tensor, group_size: int, out_size: int, in_size: i
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
-    """Return rows rounded to 8 bits, as specified in `pagewire.kernels.scaled.round_rows`.
+    """Round rows of activations to 8 bits, each row or each 128 inputs with a scale of its own, as
+    `pagewire.kernels.scaled.round_rows` specifies.
 
     Args:
         x: [T, in_size], float16, bfloat16 or float32; any row stride.
@@ -181,8 +186,8 @@ def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
 
 
 def rounding_tile(in_size: int, group_size: int) -> tuple[int, int]:
-    """Return the number of groups of a row that a program rounds, and the inputs of each group that it reads at a
-    time."""
+    """Return the sizes of the work of one program of the rounding kernel: the number of groups of a row, and the number
+    of inputs of each group that the program reads at a time."""
     tile = min(_ROUND_TILE, triton.next_power_of_2(group_size))
     return min(_ROUND_TILE // tile, triton.next_power_of_2(triton.cdiv(in_size, group_size))), tile
 
@@ -190,8 +195,8 @@ def rounding_tile(in_size: int, group_size: int) -> tuple[int, int]:
 def multiply(
     x: Tensor, weight: ScaledWeight, bias: Tensor | None = None, output_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return x W^T + b. The rows of x are first rounded: each row, or each 128 inputs of a row, by its largest absolute
-    value.
+    """Return x W^T + b for an 8-bit weight. The activations x are first rounded to 8 bits: each row, or each 128 inputs
+    of a row, by its largest absolute value.
 
     Args:
         x: [T, in_size], float16, bfloat16 or float32; any row stride.
@@ -213,7 +218,8 @@ def multiply(
 def multiply_rounded(
     rounded: RoundedRows, weight: ScaledWeight, bias: Tensor | None, output_dtype: torch.dtype
 ) -> Tensor:
-    """Multiply rows that `round_rows` rounded for this weight; see `multiply` for the other arguments.
+    """Return x W^T + b for activations that `round_rows` has already rounded to 8 bits for this weight. See `multiply`
+    for the other arguments.
 
     cuBLAS multiplies many rows if it supports the weight, `bias` is None and the output is bfloat16.
     """
@@ -224,7 +230,7 @@ def multiply_rounded(
 
 
 def _multiply_by_library(rounded: RoundedRows, weight: ScaledWeight) -> Tensor:
-    """Multiply by `torch._scaled_mm`: [T, out_size] bfloat16."""
+    """Multiply activations rounded to FP8 by a weight with `torch._scaled_mm`. Return [T, out_size] bfloat16."""
     row_scale, weight_scale = rounded.scale, weight.scale.t()
     if weight.scale.dim() == 1:
         row_scale, weight_scale = row_scale[:, 0, None], weight.scale[None]  # dense, as torch requires
@@ -260,7 +266,8 @@ def _multiply(rounded: RoundedRows, weight: ScaledWeight, bias: Tensor | None, o
 
 
 def choose_tile(num_rows: int, out_size: int, dtype: torch.dtype) -> ProductTile:
-    """Return the widest tile that gives each processor a program, or else the narrowest tile."""
+    """Return the tile that each program of the matrix multiplication computes: the widest tile that still gives each
+    processor of the GPU a program, or else the narrowest tile."""
     tiles: Iterable[ProductTile] = _FEW[dtype] if num_rows <= 16 else _MANY[num_rows <= 64 :]
     for tile in tiles:
         if triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_size, tile.block_n) >= _ENOUGH_PROGRAMS:
@@ -292,7 +299,8 @@ def _round_kernel(
     x, values, scale, num_rows, in_size, group_size, num_groups,
     LARGEST: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Round GROUPS groups of a row per program, TILE inputs of each at a time."""
+    """Triton kernel that rounds activations to 8 bits. Each program rounds GROUPS groups of one row, and reads TILE
+    inputs of each group at a time."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     inputs = tl.arange(0, TILE)[None, :]
@@ -327,7 +335,8 @@ def _multiply_kernel(
     x, x_scale, weight, bias, output, num_rows, in_size, out_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_BLOCKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N outputs of BLOCK_M rows per program.
+    """Triton kernel that multiplies 8-bit activations by an 8-bit weight. Each program computes BLOCK_N outputs of
+    BLOCK_M rows.
 
     Programs that share outputs are neighbours, so that the weight is read once.
     """

@@ -20,7 +20,8 @@ MAX_GROUPS = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch constants of a kernel.
+    """The part of an attention computation that one program of a kernel processes at a time, and the launch options of
+    the kernel.
 
     Attributes:
         block_n: number of cache positions that a program reads at a time.
@@ -37,7 +38,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Shape:
-    """A key of the table.
+    """A key of the table of tiles: an attention kernel and the sizes for which it is compiled.
 
     The head dimension and the number of groups are rounded up to powers of two; `itemsize` is bytes per element.
     """
@@ -69,7 +70,8 @@ _forced: dict[str, Tile] = {}
 
 
 def lookup(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -> Tile:
-    """Return the tile of a kernel.
+    """Return the tile of an attention kernel for these sizes. A forced tile comes first, then a measured tile, then the
+    estimate.
 
     Args:
         kernel: a key of `ESTIMATES`; the phase is part of the name.
@@ -92,7 +94,8 @@ def lookup(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -
 
 
 def key(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -> Shape:
-    """Return the key that `lookup` searches in the tables. The arguments and errors are the same as for `lookup`."""
+    """Return the key under which `lookup` searches a tile in the tables. The arguments and errors are the same as for
+    `lookup`."""
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}; {kernel} supports 1 to {MAX_HEAD_DIM}")
     if not 1 <= num_groups <= MAX_GROUPS:
@@ -104,7 +107,8 @@ def key(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -> S
 
 @contextlib.contextmanager
 def forced(kernel: str, tile: Tile) -> Iterator[None]:
-    """Use `tile` for the kernel, whatever its shape, until the end of the block. Intended for tests and the tuner."""
+    """Use `tile` for an attention kernel, whatever its sizes, until the end of the `with` block. Intended for tests and
+    the tuner."""
     if kernel not in ESTIMATES:
         raise ValueError(f"there are no tiles for the kernel {kernel!r}; those with tiles are {', '.join(ESTIMATES)}")
     outer = _forced.get(kernel)
@@ -119,14 +123,15 @@ def forced(kernel: str, tile: Tile) -> Iterator[None]:
 
 
 def read(path: Path = MEASURED_TILES) -> dict[Shape, Tile]:
-    """Return the measured tiles of a file written by `write`; an empty dictionary if the file does not exist."""
+    """Read the measured tiles from a JSON file that `write` created. Return an empty dictionary if the file does not
+    exist."""
     if not path.exists():
         return {}
     return {Shape(**entry["shape"]): Tile(**entry["tile"]) for entry in json.loads(path.read_text())["tiles"]}
 
 
 def write(measured: dict[Shape, Tile], device: str, path: Path = MEASURED_TILES) -> None:
-    """Write measured tiles, one per line, and the name of the device on which they were measured."""
+    """Write measured tiles to a JSON file, one per line, with the name of the device on which they were measured."""
     lines = [json.dumps({"shape": vars(shape), "tile": vars(tile)}) for shape, tile in measured.items()]
     path.write_text(f'{{"device": {json.dumps(device)}, "tiles": [\n' + ",\n".join(lines) + "\n]}\n")
     _measured.cache_clear()
