@@ -19,17 +19,17 @@ class Scoring:
 
     Attributes:
         scale: factor of the dot products, above 0; usually head_dim ** -0.5.
-        window: number of positions that a query attends to, including its own position. 0: all positions up to its own
-            (Beltagy et al., "Longformer", 2020, https://arxiv.org/abs/2004.05150).
+        window: number of positions that a query attends to, including its own position. 0 means all positions up to its
+            own (Beltagy et al., "Longformer", 2020, https://arxiv.org/abs/2004.05150).
         alibi_slopes: [num_heads] float32. A score decreases by the slope of its head for each position between query
-            and key (ALiBi: Press et al., "Train Short, Test Long", 2021, https://arxiv.org/abs/2108.12409). None: no
-            ALiBi.
-        softcap: bounds the scores to softcap * tanh(score / softcap), before ALiBi. 0: the scores are not bounded
-            (Gemma 2, https://arxiv.org/abs/2408.00118).
+            and key (ALiBi: Press et al., "Train Short, Test Long", 2021, https://arxiv.org/abs/2108.12409). None means
+            no ALiBi.
+        softcap: bounds the scores to softcap * tanh(score / softcap), before ALiBi. 0 means that the scores are not
+            bounded (Gemma 2, https://arxiv.org/abs/2408.00118).
         sinks: [num_heads] float32, one additional score for each head. A sink has no value vector, and query, position
             and softcap do not change it. It counts in the sum of the softmax (gpt-oss,
             https://arxiv.org/abs/2508.10925; after Xiao et al., "Efficient Streaming Language Models with Attention
-            Sinks", 2023, https://arxiv.org/abs/2309.17453). None: no sinks.
+            Sinks", 2023, https://arxiv.org/abs/2309.17453). None means no sinks.
     """
 
     scale: float

@@ -53,8 +53,8 @@ def gather_tokens(
     Args:
         tables: the tables to read.
         slots: [T] int32, the slot of each token's row.
-        lengths: [T] int32, the number of tokens of that row up to and including this token. 0: padding, which reads the
-            first token of the row.
+        lengths: [T] int32, the number of tokens of that row up to and including this token. 0 means that the token is
+            padding, and the first token of the row is read.
         row_slots: [S] int32, the slot of each row of the step.
         num_blocks: number of block table entries to copy for each row, at most max_blocks.
     """

@@ -79,7 +79,7 @@ def paged_attention(
         seq_lens: [S], the number of positions of each row after this step.
         query_start_loc: [S + 1].
         scoring: how dot products become attention weights.
-        selection: the blocks to read; None: all blocks of each row.
+        selection: the blocks to read; None means all blocks of each row.
 
     Returns:
         [T, num_heads, head_dim] in the dtype of the query; computed in float32, or in float64 for a float64 query.
@@ -119,10 +119,12 @@ def attention_weights(
     Args:
         scores: [num_heads, queries, N], scaled, float32.
         distances: [queries, N], the number of positions from key to query. A key after its query is hidden.
-        window: keys at a distance of `window` or more are hidden. 0: no window.
+        window: keys at a distance of `window` or more are hidden. 0 means no window.
         slopes: [num_heads], the decrease of a score for each position of distance.
-        softcap: bounds the scores to softcap * tanh(score / softcap), before the slopes. 0: the scores are not bounded.
-        sinks: [num_heads], scores without a value vector that count in the softmax sum of each query. None: no sinks.
+        softcap: bounds the scores to softcap * tanh(score / softcap), before the slopes. 0 means that the scores are
+            not bounded.
+        sinks: [num_heads], scores without a value vector that count in the softmax sum of each query. None means no
+            sinks.
 
     Returns:
         [num_heads, queries, N].

@@ -28,16 +28,17 @@ class SamplingColumns(NamedTuple):
 
     Attributes:
         temperature: [R]; 0 chooses the highest logit.
-        top_k: [R]; 0: no filter.
-        top_p: [R] in (0, 1]; 1: no filter.
-        min_p: [R] in [0, 1]; 0: no filter.
-        repetition_penalty, presence_penalty, frequency_penalty: [R]; 1, 0 and 0: no penalty (Keskar et al., "CTRL",
+        top_k: [R]; 0 means no filter.
+        top_p: [R] in (0, 1]; 1 means no filter.
+        min_p: [R] in [0, 1]; 0 means no filter.
+        repetition_penalty, presence_penalty, frequency_penalty: [R]; 1, 0 and 0 mean no penalty (Keskar et al., "CTRL",
             2019, https://arxiv.org/abs/1909.05858). Penalties need `token_counts`.
         seeds: [R], the 64 bits of each seed.
         sample_indexes: [R].
         num_tokens: [R], the number of tokens that precede the sampled token, which is its position.
-        slots: [R], the line of each row in `token_counts`; no line twice. -1: the row has no line.
-        num_logprobs: [R], the number of tokens that a row reports besides the chosen token; -1: no log-probabilities.
+        slots: [R], the line of each row in `token_counts`; no line twice. -1 means that the row has no line.
+        num_logprobs: [R], the number of tokens that a row reports besides the chosen token; -1 means no
+            log-probabilities.
         bias_token_ids, bias_values: [R, max_biases], values that are added to the logits. An id of -1 marks an unused
             entry. A sum above the largest finite float32 is clamped to it, so an infinite bias makes its token the most
             likely. Or both None.
@@ -47,7 +48,7 @@ class SamplingColumns(NamedTuple):
         masks: [M, ceil(vocab_size / 32)], the tokens that a row may choose: token i is bit i % 32 of number i // 32,
             lowest bit first. The logits of all other tokens are -inf, whatever their bias. If all allowed tokens are
             -inf, the chosen token is undefined. Or None.
-        mask_lines: [R], the line of each row in `masks`; -1: all tokens are allowed. None with `masks`.
+        mask_lines: [R], the line of each row in `masks`; -1 means that all tokens are allowed. None with `masks`.
         logprob_token_ids: [R, max_listed], the num_logprobs[i] tokens that a row reports instead of the most likely
             tokens. An id of -1 marks an unused entry, and a row without used entries reports the most likely tokens. Or
             None.
@@ -149,9 +150,10 @@ def sample(
         logits: [R, vocab_size] float32, overwritten.
         columns: one entry per row.
         token_counts: [num_slots, vocab_size] int32: twice the number of times that the output contains the token, plus
-            1 if the prompt contains it. The chosen tokens of rows with a slot are added. None: no row has penalties.
-        max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
-        target: memory for the chosen tokens in addition to the result; None: no such memory.
+            1 if the prompt contains it. The chosen tokens of rows with a slot are added. None means that no row has
+            penalties.
+        max_logprobs: at least every row's num_logprobs; None means that no row reports log-probabilities.
+        target: memory for the chosen tokens in addition to the result; None means no such memory.
 
     Returns:
         The chosen tokens and their log-probabilities.

@@ -92,12 +92,12 @@ class StoredWeight:
     Attributes:
         values: [out_size, in_size]; float32, bfloat16 or float16 without scales, or float8_e4m3fn or int8 codes with
             scales.
-        scale: float32 [out_size, ceil(in_size / group_size)]; None: no scales.
-        group_size: number of inputs that share a scale; 0: no scales.
-        minimum: float32 of the same shape, subtracted from the scaled values; None: 0.
-        zero: int8 of the same shape, the code of the value 0; None: 0.
-        scale_factor: float32 [out_size, in_size / 256], a factor that the scales of 256 inputs share: a scale is
-            `scale * scale_factor`, rounded to float32. None: 1.
+        scale: float32 [out_size, ceil(in_size / group_size)]; None means no scales.
+        group_size: number of inputs that share a scale; 0 means no scales.
+        minimum: float32 of the same shape, subtracted from the scaled values; None means 0.
+        zero: int8 of the same shape, the code of the value 0; None means 0.
+        scale_factor: float32 [out_size, in_size / 256], a factor that the scales of 256 inputs share: a scale is `scale
+            * scale_factor`, rounded to float32. None means 1.
         minimum_factor: the same for minima. It exists exactly if both `minimum` and `scale_factor` exist.
     """
 
@@ -149,8 +149,8 @@ class StoredWeight:
         return self.with_each(lambda part: part[rows])
 
     def cut(self, columns: slice) -> "StoredWeight":
-        """Return the weight with only the inputs of the slice `columns`. The slice must start and end at the bounds of
-        groups."""
+        """Return the weight with only the inputs (columns) of the slice `columns`, for example one rank's part. The
+        slice must start and end at the bounds of groups of inputs that share a scale."""
         if columns == slice(None):
             return self
         whole = self.without_factors()  # because the slice may cut blocks of 256 inputs

@@ -80,8 +80,10 @@ class Build:
 
     Attributes:
         variant: "native" for the widest variant that this processor runs, or one of VARIANTS.
-        compiler: the command of a C compiler to try before cc, gcc and clang; None: try only these three.
-        cache: the folder in which libraries are stored; None: there is no such folder, and nothing can be compiled.
+        compiler: the command of a C compiler to try before cc, gcc and clang; None means that only these three are
+            tried.
+        cache: the folder in which libraries are stored; None means that there is no such folder, and nothing can be
+            compiled.
         num_jobs: the number of source files to compile at the same time.
         tell: receives progress messages of the build, such as the number of compiled units.
     """
@@ -332,7 +334,7 @@ def _compile(
 
 
 def sources() -> list[Path]:
-    """Return the C files to compile."""
+    """Return the paths of the C source files of the kernels, in alphabetical order."""
     return sorted(SOURCES.glob("*.c"))
 
 

@@ -16,7 +16,7 @@ class PanelFormat:
 
     Attributes:
         element: the weight's dtype; int8 for codes of any width.
-        group_size: the number of inputs that share a scale: 16 or 32 for codes; 0: no scales.
+        group_size: the number of inputs that share a scale: 16 or 32 for codes; 0 means no scales.
         bits: the width of a code, 8 or 4.
         scale_dtype: the dtype of the scales and minima of codes. With int8, 256 inputs share a factor of float16. With
             float8_e8m0fnu, scales are powers of two or 0, stored as exponents. Also float16, bfloat16 and float32.
@@ -78,8 +78,8 @@ class PackedExperts:
     input to the same dtype."""
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
-        """Combine the experts' weights. Raises ValueError if the experts differ in size or activation dtype, or if the
-        list is empty."""
+        """Combine the packed weights of the experts of one layer, so that the C kernels can multiply with all of them
+        in one call. Raises ValueError if the experts differ in size or activation dtype, or if the list is empty."""
         forms = dict.fromkeys((linear.in_size, linear.out_size, linear.activation) for linear in linears)
         if len(forms) != 1:
             found = " and ".join(f"[{outs}, {ins}] over {activation}" for ins, outs, activation in forms)

@@ -151,7 +151,7 @@ class TableFlattener:
     def __init__(
         self, library: Any, token_ids: NDArray[np.int32], block_tables: NDArray[np.int32], block_size: int
     ) -> None:
-        """Allocate memory for steps over these tables.
+        """Allocate memory in which the inputs of a step are collected from these tables.
 
         Args:
             token_ids: [num_slots, any length]; read at each call.

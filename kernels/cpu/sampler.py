@@ -82,7 +82,7 @@ class SeenTokens:
 
 
 class TorchSampler:
-    """The sampler in plain torch."""
+    """A sampler of next tokens for CPUs, in plain torch and numpy."""
 
     def sample(
         self,
@@ -97,7 +97,7 @@ class TorchSampler:
         Args:
             logits: [R, vocab_size] float32, overwritten.
             columns: one entry per row. For rows with penalties, `slots` are indexes into `history`.
-            max_logprobs: an upper bound of all rows' num_logprobs; None: no row reports log-probabilities.
+            max_logprobs: an upper bound of all rows' num_logprobs; None means that no row reports log-probabilities.
             highest: the result of `highest_logits`, if it is known.
         """
         highest = highest_logits(logits) if highest is None else highest
@@ -304,7 +304,7 @@ class _Kernel:
 
 
 class CpuSampler:
-    """The sampler in C."""
+    """A sampler of next tokens for CPUs, written in C. It gives the same results as `TorchSampler`."""
 
     def __init__(self, library: Any) -> None:
         self._kernel = _Kernel(library)
@@ -366,7 +366,7 @@ class TableSampler:
             slots: [R] int64, without duplicates.
             num_tokens: [R] int64, as in `SamplingColumns`.
             highest: the result of `highest_logits`, if it is known.
-            masks: `masks` and `mask_lines` as in `SamplingColumns`; None: every row may use any token.
+            masks: `masks` and `mask_lines` as in `SamplingColumns`; None means that every row may use any token.
 
         Raises:
             ValueError: the arguments do not fit each other.

@@ -108,7 +108,7 @@ class SplitPlan:
             num_rows: number of rows, S.
             num_heads, num_kv_heads, head_dim: sizes of the queries and the cache.
             device: device of the memory.
-            num_programs: number of programs that share the work, four per processor; 0: derived from the device.
+            num_programs: number of programs that share the work, four per processor; 0 means derived from the device.
             min_chunk: positions of the shortest split, a multiple of 16.
 
         Raises:
@@ -215,7 +215,8 @@ def paged_attention_v1(
         block_tables: [S, max_blocks] int32, the last dimension dense.
         seq_lens: [S] int32, on the device.
         scoring, selection: as specified.
-        output: memory for the result, with the query's shape and dtype, the last dimension dense; None: new memory.
+        output: memory for the result, with the query's shape and dtype, the last dimension dense; None means new
+            memory.
 
     Returns:
         [S, num_heads, head_dim] in the dtype of the query; accumulated in float32.
@@ -243,7 +244,7 @@ def paged_attention_v2(
     Args:
         query, key_cache, value_cache, block_tables, seq_lens, scoring, selection, output: as in `paged_attention_v1`.
         plan: a plan allocated for this number of rows and these heads, and decided for these `seq_lens`. Its scratch
-            memory is overwritten. None: rows are not split.
+            memory is overwritten. None means that rows are not split.
 
     Returns:
         [S, num_heads, head_dim] in the dtype of the query; accumulated in float32.
@@ -268,8 +269,8 @@ class DecodeAttention:
     Attributes:
         rows: see `LayerGroup.rows`.
         attend: the launch; None if there are no rows.
-        splits: the splits of the rows; None: rows are not split.
-        reduce: the launch that adds the splits up; None: rows are not split.
+        splits: the splits of the rows; None means that rows are not split.
+        reduce: the launch that adds the splits up; None means that rows are not split.
     """
 
     rows: tuple[Any, ...]
@@ -313,7 +314,7 @@ class DecodeAttention:
         return DecodeAttention(rows, attend, splits, reduce)
 
     def launch(self, layer: LayerTensors) -> None:
-        """Compute the attention of one layer and write the results of all rows to the layer's output tensor."""
+        """Compute decode attention for one layer, and write the results of all rows to the layer's output tensor."""
         if self.attend is None:
             return
         arguments = (layer.output, layer.query, layer.caches, *self.rows, layer.weighing)

@@ -58,7 +58,8 @@ class SlotTable(NamedTuple):
     Attributes:
         order: [T * num_chosen] int32, slots sorted by expert; the slots of an expert are in ascending order.
         ends: [num_experts] int32, the end of each expert's slots in `order`.
-        tile_experts: [the most tiles of any routing] int32, the expert of each tile; -1: the tile is not used.
+        tile_experts: [the most tiles of any routing] int32, the expert of each tile; -1 means that the tile is not
+            used.
         tile_starts: int32 of the same size, the start of each tile's slots in `order`.
     """
 

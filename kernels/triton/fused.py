@@ -326,7 +326,8 @@ def _normalize_halves(first, second, weight, eps, pair, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _load_halves(row, pair, HALF: tl.constexpr):
-    """Load the first and the second half of a row of 2 * HALF elements, [1, padded half] each."""
+    """Load the first and the second half of a vector of 2 * HALF elements, such as a norm weight: [1, padded half]
+    each."""
     first = tl.load(row + pair, mask=pair < HALF, other=0.0)
     second = tl.load(row + HALF + pair, mask=pair < HALF, other=0.0)
     return first, second
@@ -334,7 +335,7 @@ def _load_halves(row, pair, HALF: tl.constexpr):
 
 @triton.jit
 def _scale(x, factor):
-    """Return x * factor, rounded once to the dtype of x."""
+    """Return x * factor, computed in float32 and rounded once to the dtype of x."""
     return (x.to(tl.float32) * factor.to(tl.float32)).to(x.dtype)
 
 

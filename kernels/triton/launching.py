@@ -28,7 +28,7 @@ class Strided(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> "Strided":
-        """Return a tensor as a kernel argument."""
+        """Return a tensor and its strides as one argument for a Triton kernel."""
         return Strided(tensor, tensor.stride()[:-1])
 
 

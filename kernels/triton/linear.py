@@ -50,8 +50,8 @@ class PackedWeight:
     Attributes:
         codes: [..., out, units * depth], dense: uint8, two 4-bit codes per byte; int8; or float8_e4m3fn.
         scale: [..., words, out, groups per word]: float16 if float16 represents every scale exactly, else float32.
-        zero: int8 in the same layout; None: 0.
-        minimum: float16 or float32 in the same layout; None: 0.
+        zero: int8 in the same layout; None means 0.
+        minimum: float16 or float32 in the same layout; None means 0.
         group_size: number of inputs that share a scale. The last group may be shorter.
         in_size: number of inputs, without the padding of the last unit.
         offset: value that is added to a 4-bit code: 0 or -8.
@@ -172,8 +172,8 @@ def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output
         x: [T, in_size] float16, bfloat16 or float32; any row stride.
         packed: the weight.
         bias: [out_size], dense, of the dtype of x or float32; or None.
-        output: memory for the result, [T, out_size], dense, of the dtype of x or float32; None: new memory of the dtype
-            of x.
+        output: memory for the result, [T, out_size], dense, of the dtype of x or float32; None means new memory of the
+            dtype of x.
 
     Returns:
         [T, out_size]. The sum, including the bias, is computed in float32.
@@ -401,7 +401,8 @@ def _to_words(scales: Tensor) -> Tensor:
 
 
 def _from_words(words: Tensor) -> Tensor:
-    """Undo `_to_words`: return scales or zeros [..., out, groups], including the padding of the last word."""
+    """Convert scales or zeros from the 32-bit words of `_to_words` back to [..., out, groups]. The padding of the last
+    word is included."""
     return words.transpose(-2, -3).flatten(-2)
 
 

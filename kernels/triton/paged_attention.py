@@ -46,7 +46,7 @@ class PagedAttention:
             query_start_loc: [S + 1] int32, on the device.
             num_decodes: number of rows at the beginning that have one query.
             plan: the split plan, decided once per step for the first `num_decodes` of seq_lens. The rows are then split
-                as by `paged_attention_v2`. None: rows are not split; see `prefers_splits`.
+                as by `paged_attention_v2`. None means that rows are not split; see `prefers_splits`.
 
         Raises:
             ValueError: a shape, dtype, stride or number is not supported.
@@ -106,8 +106,9 @@ class PagedAttention:
         Args:
             query: [T, num_heads, head_dim], with the shape and dtype of the group; the last dimension dense.
             caches: the caches of the layer; see `paged_caches`.
-            sinks: the sinks of the layer, [num_heads] float32; None: the sinks of the group's scoring.
-            output: memory for the result, with the query's shape and dtype, the last dimension dense; None: new memory.
+            sinks: the sinks of the layer, [num_heads] float32; None means the sinks of the group's scoring.
+            output: memory for the result, with the query's shape and dtype, the last dimension dense; None means new
+                memory.
 
         Returns:
             [T, num_heads, head_dim] in the dtype of the query. Queries that belong to no row are not written.

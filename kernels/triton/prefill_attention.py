@@ -61,7 +61,8 @@ def paged_prefill(
             row are neither read nor written. So the last rows of a mixed batch can be passed with the queries of the
             whole batch.
         scoring, selection: as specified.
-        output: memory for the result, with the query's shape and dtype, the last dimension dense; None: new memory.
+        output: memory for the result, with the query's shape and dtype, the last dimension dense; None means new
+            memory.
 
     Returns:
         [T, num_heads, head_dim] in the dtype of the query; accumulated in float32. Queries that belong to no row are
@@ -120,7 +121,7 @@ class PrefillAttention:
         return PrefillAttention(rows, query_start_loc, num_rows, attend)
 
     def launch(self, layer: LayerTensors) -> None:
-        """Compute the attention of one layer and write the results of all rows to the layer's output tensor."""
+        """Compute prefill attention for one layer, and write the results of all rows to the layer's output tensor."""
         if self.num_rows:
             arguments = (layer.output, layer.query, layer.caches, *self.rows, layer.weighing)
             self.attend(layer.kind, *arguments, self.query_start_loc, self.num_rows)

@@ -81,10 +81,10 @@ def sample(
         logits: [R, vocab_size] float32, the last dimension dense; overwritten.
         columns: one entry per row.
         token_counts: [num_slots, vocab_size] int32, the last dimension dense: twice the number of times that the output
-            contains the token, plus 1 if the prompt contains it. The chosen tokens of rows with a slot are added. None:
-            no row has penalties.
-        max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
-        target: memory for the chosen tokens in addition to the result, as specified; None: no such memory.
+            contains the token, plus 1 if the prompt contains it. The chosen tokens of rows with a slot are added. None
+            means that no row has penalties.
+        max_logprobs: at least every row's num_logprobs; None means that no row reports log-probabilities.
+        target: memory for the chosen tokens in addition to the result, as specified; None means no such memory.
 
     Raises:
         ValueError: a shape, dtype or stride is not supported.

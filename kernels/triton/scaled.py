@@ -202,7 +202,7 @@ def multiply(
         x: [T, in_size], float16, bfloat16 or float32; any row stride.
         weight: the weight.
         bias: [out_size], dense, float16, bfloat16 or float32; or None.
-        output_dtype: float16, bfloat16 or float32; None: the dtype of x.
+        output_dtype: float16, bfloat16 or float32; None means the dtype of x.
 
     Returns:
         [T, out_size]; the bias is added in float32.

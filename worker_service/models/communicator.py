@@ -99,8 +99,8 @@ class RankGroup:
         self._group: Any = None
 
     def begin(self, epoch: int) -> None:
-        """Leave the process group of the previous epoch. A rank that still waits for other ranks in that process group
-        gets an error."""
+        """Begin an epoch, which is one pairing of a scheduler with the workers: leave the process group of the previous
+        epoch. A rank that still waits for other ranks in that process group gets an error."""
         if self._group is not None and self._device.type == "cuda":
             self._group.abort()
         self._group = None
