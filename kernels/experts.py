@@ -34,7 +34,7 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
     if correction is not None:
         ranked = ranked + correction
     if routing.num_groups > 1:
-        ranked = _of_top_groups(ranked, routing)
+        ranked = _keep_top_groups(ranked, routing)
     ids = ranked.sort(descending=True, stable=True).indices[:, : routing.num_chosen].sort().values
     weights = scores.gather(1, ids)
     if routing.renormalizes:
@@ -42,7 +42,7 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
     return ids, weights * routing.factor
 
 
-def _of_top_groups(ranked: Tensor, routing: ExpertRouting) -> Tensor:
+def _keep_top_groups(ranked: Tensor, routing: ExpertRouting) -> Tensor:
     """Rank groups of experts by the sum of their two highest scores, and choose the best groups of each token. Return
     the scores [T, num_experts], with -inf for the experts of all other groups."""
     groups = ranked.unflatten(1, (routing.num_groups, -1))  # [T, num_groups, experts of a group]

@@ -41,7 +41,7 @@ def quantize(values: Tensor, bits: int) -> StoredWeight:
     """
     groups = values.unflatten(1, (-1, GROUP_SIZE))
     # Divide by a tensor: for division by a number, torch on a GPU multiplies by the inverse, and the last bit differs.
-    exact = groups.abs().amax(-1) / groups.new_tensor(127.0) if bits == 8 else _largest(groups) / -8
+    exact = groups.abs().amax(-1) / groups.new_tensor(127.0) if bits == 8 else _furthest_from_zero(groups) / -8
     scale = round_scale(exact)
     inverse = 1 / exact
     # The inverse is not finite if all values of a group are 0, or so small that its scale is 0.
@@ -59,7 +59,7 @@ def round_scale(exact: Tensor) -> Tensor:
     return scale
 
 
-def _largest(groups: Tensor) -> Tensor:
+def _furthest_from_zero(groups: Tensor) -> Tensor:
     """Return the value of each group that is furthest from 0, with its sign. Among equal distances, the first value
     counts."""
     return groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)

@@ -183,11 +183,11 @@ class StoredWeight:
         whole = self.without_factors()
         values = _widened(self.values)
         if whole.zero is not None:
-            values.sub_(whole._of_inputs(whole.zero))
+            values.sub_(whole._expand_groups(whole.zero))
         if whole.scale is not None:
-            values.mul_(whole._of_inputs(whole.scale))
+            values.mul_(whole._expand_groups(whole.scale))
         if whole.minimum is not None:
-            values.sub_(whole._of_inputs(whole.minimum))
+            values.sub_(whole._expand_groups(whole.minimum))
         return values
 
     def to_floats(self, dtype: torch.dtype) -> Tensor:
@@ -223,12 +223,12 @@ class StoredWeight:
         found = [weight.in_groups_of(group_size).parts() for weight in weights]
         # A part that is missing in one weight counts as zero.
         joined = {
-            name: torch.cat([parts[name] if name in parts else _nothing(name, parts) for parts in found])
+            name: torch.cat([parts[name] if name in parts else _missing_part(name, parts) for parts in found])
             for name in {name for parts in found for name in parts}
         }
         return StoredWeight(**joined, group_size=group_size)
 
-    def _of_inputs(self, part: Tensor) -> Tensor:
+    def _expand_groups(self, part: Tensor) -> Tensor:
         """Expand scales, minima or zeros from one value per group to one value per input, [out_size, in_size]. If there
         is only one group, return [out_size, 1], which broadcasts."""
         return part if part.shape[1] == 1 else part.repeat_interleave(self.group_size, 1)[:, : self.values.shape[1]]
@@ -242,6 +242,6 @@ def _widened(values: Tensor) -> Tensor:
     return _FLOATS.to(codes.device).index_select(0, codes.flatten()).view(codes.shape)
 
 
-def _nothing(name: str, parts: dict[str, Tensor]) -> Tensor:
+def _missing_part(name: str, parts: dict[str, Tensor]) -> Tensor:
     like = parts["scale_factor" if "factor" in name else "scale"]
     return torch.zeros_like(like, dtype=torch.int8 if name == "zero" else torch.float32)

@@ -71,7 +71,7 @@ class DecoderKernel:
         self._errors: list[BaseException] = []
         self._callback = ffi.callback(
             "int64_t(void)",
-            self._sum_up,
+            self._run_all_reduce,
             error=constants.LOST_RANKS,
             onerror=lambda *error: self._errors.append(error[1]),
         )
@@ -185,7 +185,7 @@ class DecoderKernel:
             raise self._errors.pop()
         return hidden, logits, highest
 
-    def _sum_up(self) -> int:
+    def _run_all_reduce(self) -> int:
         """Sum the exchange buffer over all ranks. C calls this function in the middle of a step, where the model needs
         an all-reduce. Return the status code for C."""
         assert self._all_reduce is not None

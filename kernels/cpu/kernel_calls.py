@@ -152,7 +152,7 @@ class CpuKernels:
             element,
             unit,
             bits,
-            scale_dtype=next(dtype for dtype in dtypes if all(_holds(dtype, part) for part in floats)),
+            scale_dtype=next(dtype for dtype in dtypes if all(_represents_exactly(dtype, part) for part in floats)),
             has_minima=weight.minimum is not None,
             table=tuple(table.tolist()) if bits == 4 else (),
             has_zeros=weight.zero is not None,
@@ -326,7 +326,7 @@ class CpuKernels:
 
         Raises ValueError if the function does not support the dtypes, and MemoryError if memory ran out.
         """
-        status = getattr(self.library, name)(*map(_passed, arguments))
+        status = getattr(self.library, name)(*map(_to_c_argument, arguments))
         if status == constants.NO_KERNEL:
             found = " over ".join(str(argument) for argument in arguments if isinstance(argument, torch.dtype))
             raise ValueError(f"{found} is not supported by {name}; use one of {', '.join(map(str, _ACTIVATIONS))}")
@@ -334,7 +334,7 @@ class CpuKernels:
             raise MemoryError(f"no memory for {name} of {[tuple(x.shape) for x in arguments if isinstance(x, Tensor)]}")
 
 
-def _passed(argument: Any) -> Any:
+def _to_c_argument(argument: Any) -> Any:
     if isinstance(argument, torch.dtype):
         return element_of(argument)
     return address_of(argument) if argument is None or isinstance(argument, Tensor) else argument
@@ -345,10 +345,10 @@ def _is_narrow(weight: StoredWeight) -> bool:
     float16, without changing a value."""
     floats = {name: part for name, part in weight.parts().items() if name not in ("values", "zero")}
     dtypes = {name: torch.float16 if name.endswith("factor") else torch.int8 for name in floats}
-    return "scale_factor" in floats and all(_holds(dtypes[name], part) for name, part in floats.items())
+    return "scale_factor" in floats and all(_represents_exactly(dtypes[name], part) for name, part in floats.items())
 
 
-def _holds(dtype: torch.dtype, values: Tensor) -> bool:
+def _represents_exactly(dtype: torch.dtype, values: Tensor) -> bool:
     if dtype == torch.float8_e8m0fnu:
         return not (values.view(torch.int32) & ~_EXPONENT_BITS).any()
     return torch.equal(values.to(dtype).float(), values)

@@ -243,7 +243,7 @@ def count_sinks(sums, highest, totals, weighing, heads, is_head):
 
 
 @triton.jit
-def bend(scores, distances, slopes, weighing):
+def adjust_scores(scores, distances, slopes, weighing):
     """Apply softcap and ALiBi slopes to attention scores, if the model uses them. `distances` are the numbers of
     positions from key to query."""
     if weighing.cap is not None:  # tanh(y) is 1 - 2 / (exp(2 * y) + 1); scores are 2 * y, see `score_factor`

@@ -23,7 +23,7 @@ from pagewire.kernels.triton.attention_arguments import (
     LOWEST,
     LayerGroup,
     LayerTensors,
-    bend,
+    adjust_scores,
     count_sinks,
     load_slopes,
     one_layer,
@@ -451,7 +451,7 @@ def _attend_split(
         values_at = value_cache + (block * values.strides[0] + offset * values.strides[1])[:, None]
         value_tile = _load_values(values_at, is_read[:, None], is_dim, SHAPE.operand)
         scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * factors[:, None]
-        scores = bend(scores, (seq_len - 1 - position)[None, :], slopes, weighing)
+        scores = adjust_scores(scores, (seq_len - 1 - position)[None, :], slopes, weighing)
         scores = tl.where(is_read[None, :], scores, float("-inf"))
         sums, highest, totals = _accumulate(scores, value_tile, sums, highest, totals)
         # The block ids of the next tile are loaded here. If they were loaded at their use, the keys and values of the

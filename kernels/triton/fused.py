@@ -294,8 +294,8 @@ def _norm_rope_kernel(
     cos, sin = angles
     cos_first, cos_second = _load_halves(cos.data + token * cos.strides[0], pair, HALF)
     sin_first, sin_second = _load_halves(sin.data + token * sin.strides[0], pair, HALF)
-    turned_first = _turn(first, second, cos_first, sin_first)
-    turned_second = _turn(second, first, cos_second, sin_second)
+    turned_first = _rotate_element(first, second, cos_first, sin_first)
+    turned_second = _rotate_element(second, first, cos_second, sin_second)
     tl.store(sources, turned_first, mask=is_query)
     tl.store(sources + HALF, turned_second, mask=is_query)
     if target is not None:
@@ -340,7 +340,7 @@ def _scale(x, factor):
 
 
 @triton.jit
-def _turn(x, other, cos, sin):
+def _rotate_element(x, other, cos, sin):
     """Rotate one element x of each rotary pair; `other` is the other element. The cosine part is rounded before the
     sine part is added."""
     return (_scale(x, cos).to(tl.float32) + other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)

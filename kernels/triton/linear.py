@@ -248,7 +248,7 @@ def join(packed: Sequence[PackedWeight]) -> PackedWeight:
     if len({(each.codes.dtype, each.offset, each.is_e2m1) for each in packed}) == 1:
         codes = torch.stack([each.codes.view(torch.uint8) for each in packed])
         return replace(joined, codes=codes.view(first.codes.dtype))
-    codes = torch.stack([_unfold(each.codes, each) for each in packed])
+    codes = torch.stack([_unpack_codes(each.codes, each) for each in packed])
     return _encode(replace(joined, offset=0, is_e2m1=False), codes)
 
 
@@ -272,7 +272,7 @@ def lookup_rows(packed: PackedWeight, indexes: Tensor, dtype: torch.dtype) -> Te
             f"indexes are {list(indexes.shape)} {indexes.dtype} and the weight is {list(packed.codes.shape)}; pass "
             "indexes [T] torch.int64 and a weight with 2 dimensions"
         )
-    rows = _unfold(packed.codes.view(torch.uint8)[indexes].view(packed.codes.dtype), packed).float()
+    rows = _unpack_codes(packed.codes.view(torch.uint8)[indexes].view(packed.codes.dtype), packed).float()
 
     def of_inputs(words: Tensor) -> Tensor:
         found = _from_words(words[:, indexes])[:, : packed.num_groups].float()
@@ -388,7 +388,7 @@ def _depth(group_size: int, in_size: int) -> int:
     return _MAX_DEPTH if group_size >= in_size else math.gcd(group_size, _MAX_DEPTH)
 
 
-def _fill_up(codes: Tensor, unit: int) -> Tensor:
+def _pad_to_unit(codes: Tensor, unit: int) -> Tensor:
     missing = -codes.shape[-1] % unit
     return torch.nn.functional.pad(codes, (0, missing)) if missing else codes.contiguous()
 
@@ -397,7 +397,7 @@ def _to_words(scales: Tensor) -> Tensor:
     """Rearrange scales or zeros [..., out, groups] into 32-bit words, as the kernel reads them: [..., words, out,
     groups per word]."""
     per_word = 4 // scales.itemsize
-    return _fill_up(scales, per_word).unflatten(-1, (-1, per_word)).transpose(-2, -3).contiguous()
+    return _pad_to_unit(scales, per_word).unflatten(-1, (-1, per_word)).transpose(-2, -3).contiguous()
 
 
 def _from_words(words: Tensor) -> Tensor:
@@ -423,18 +423,20 @@ def _encode(packed: PackedWeight, codes: Tensor) -> PackedWeight:
         if shifted is not None:
             packed, codes, start = replace(packed, zero=shifted), codes - 8 - lowest, -8
     if start is not None:
-        nibbles = _fill_up(codes, 2 * depth) - start
-        return replace(packed, codes=_fold(nibbles.view(torch.uint8), depth), offset=start)
+        nibbles = _pad_to_unit(codes, 2 * depth) - start
+        return replace(packed, codes=_pack_nibbles(nibbles.view(torch.uint8), depth), offset=start)
     sizes = codes.abs()
     is_e2m1 = (sizes <= 4) | (sizes == 6) | (sizes == 8) | (sizes == 12)
     if packed.zero is None and lowest > -16 and bool(is_e2m1.all()):
         nibbles = sizes.clamp(max=4) + (sizes > 4) + (sizes > 6) + (sizes > 8) + (codes < 0).to(torch.int8) * 8
-        return replace(packed, codes=_fold(_fill_up(nibbles.view(torch.uint8), 2 * depth), depth), is_e2m1=True)
-    return replace(packed, codes=_fill_up(codes, depth))
+        return replace(
+            packed, codes=_pack_nibbles(_pad_to_unit(nibbles.view(torch.uint8), 2 * depth), depth), is_e2m1=True
+        )
+    return replace(packed, codes=_pad_to_unit(codes, depth))
 
 
 def _encode_floats(packed: PackedWeight, values: Tensor) -> PackedWeight:
-    return replace(packed, codes=_fill_up(values.view(torch.uint8), packed.depth).view(FLOAT8))
+    return replace(packed, codes=_pad_to_unit(values.view(torch.uint8), packed.depth).view(FLOAT8))
 
 
 _ENCODERS = {torch.int8: _encode, FLOAT8: _encode_floats}  # by a weight's element
@@ -449,7 +451,7 @@ def _shift_zero(packed: PackedWeight, distance: int) -> Tensor | None:
     return moved.char() if bool((moved.char() == moved).all()) else None
 
 
-def _unfold(codes: Tensor, packed: PackedWeight) -> Tensor:
+def _unpack_codes(codes: Tensor, packed: PackedWeight) -> Tensor:
     """Return the codes [..., in] of a packed weight as one number each: int8 codes without padding, or float8_e4m3fn
     values."""
     if packed.bits == 8:
@@ -483,7 +485,7 @@ def _stack(parts: Sequence[Tensor | None], num_groups: int) -> Tensor | None:
     return torch.stack([widened(part) for part in parts])
 
 
-def _fold(nibbles: Tensor, depth: int) -> Tensor:
+def _pack_nibbles(nibbles: Tensor, depth: int) -> Tensor:
     """Combine pairs of 4-bit codes into bytes: the codes of the first and the second half of each unit of `2 * depth`
     codes. Only the lower 4 bits of a code are used."""
     halves = nibbles.unflatten(-1, (-1, 2, depth))
@@ -533,8 +535,12 @@ def _sum_groups(
     DEPTH: tl.constexpr = SHAPE.depth
     NUM_HALVES: tl.constexpr = SHAPE.num_halves
     ELEMENT: tl.constexpr = x_at.dtype.element_ty
-    inputs, lanes = _along(tl.arange(0, DEPTH), 1, SHAPE), 0
-    columns, x_at, is_member = _along(columns, 0, SHAPE), _along(x_at, 0, SHAPE), _along(is_member, 0, SHAPE)
+    inputs, lanes = _expand_along(tl.arange(0, DEPTH), 1, SHAPE), 0
+    columns, x_at, is_member = (
+        _expand_along(columns, 0, SHAPE),
+        _expand_along(x_at, 0, SHAPE),
+        _expand_along(is_member, 0, SHAPE),
+    )
     sums = tl.full([SHAPE.block_n, SHAPE.block_m], 0.0, tl.float32)
     if SHAPE.num_lanes > 1:
         lanes = tl.arange(0, SHAPE.num_lanes)[:, None, None]
@@ -573,7 +579,7 @@ def _sum_groups(
 
 
 @triton.jit
-def _along(line, dim: tl.constexpr, SHAPE: tl.constexpr):
+def _expand_along(line, dim: tl.constexpr, SHAPE: tl.constexpr):
     """Reshape a vector so that it broadcasts along dimension `dim` of a tile, 0 (outputs) or 1 (rows or inputs). If
     there are several lanes, they are an additional leading dimension."""
     line = line[:, None] if dim == 0 else line[None, :]

@@ -23,7 +23,7 @@ from pagewire.kernels.triton.attention_arguments import (
     AttentionConstants,
     LayerGroup,
     LayerTensors,
-    bend,
+    adjust_scores,
     count_sinks,
     load_slopes,
     one_layer,
@@ -167,7 +167,7 @@ def _paged_prefill_kernel(
     queries, factors = prepare_queries(tl.load(query_at, mask=mask, other=0.0), weighing.factor, SHAPE.operand)
     slopes = load_slopes(weighing, factors, heads, is_member)
 
-    first, begin, full_begin, full_end, end = _bound(first_position, last_position, window, SHAPE.block_n)
+    first, begin, full_begin, full_end, end = _visible_keys(first_position, last_position, window, SHAPE.block_n)
     blocks = selected
     if selected is not None:  # selected blocks are in any order: no tile is known to be visible to all queries
         line = row.to(tl.int64) * tl.num_programs(1) + head
@@ -216,7 +216,7 @@ def _find_tile(query_start_loc, num_rows, index, TILE_QUERIES: tl.constexpr):
 
 
 @triton.jit
-def _bound(first_position, last_position, window, BLOCK_N: tl.constexpr):
+def _visible_keys(first_position, last_position, window, BLOCK_N: tl.constexpr):
     """Return the bounds of the key positions that a tile of queries attends to: (first, begin, full_begin, full_end,
     end).
 
@@ -264,7 +264,7 @@ def _attend(
         scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee")
 
         if IS_ADJUSTED:
-            scores = bend(scores * factors[:, None], positions[:, None] - position[None, :], slopes, weighing)
+            scores = adjust_scores(scores * factors[:, None], positions[:, None] - position[None, :], slopes, weighing)
         if IS_MASKED:
             is_seen = is_read[None, :] & (position[None, :] <= positions[:, None])
             if window is not None:

@@ -40,7 +40,7 @@ _TILE_TOKENS = tl.constexpr(TILE_TOKENS)
 _MASK_TOKENS = 4096  # tokens of a mask per program
 _EDIT_TOKENS = 64  # tokens that a program edits at a time
 _LISTED_TOKENS = tl.constexpr(128)  # listed tokens that a program reports at a time
-_NUM_EDGES = tl.constexpr(8)  # bounds of the intervals that one pass of `_search` distinguishes
+_NUM_EDGES = tl.constexpr(8)  # bounds of the intervals that one pass of `_search_threshold` distinguishes
 _LARGEST = tl.constexpr(sampling.LARGEST)
 _GOLDEN = tl.constexpr(noise.GOLDEN)
 _TOKEN_MULTIPLIER = tl.constexpr(noise.TOKEN_MULTIPLIER)
@@ -572,15 +572,15 @@ def _lowest_kept(rows, groups, top_k, top_p):
     # Find the groups that can contain the result. With top-k: the k groups with the highest maxima contain k tokens
     # that are not below these maxima. With top-p alone: the groups that contain more than top-p are a guess.
     if by_mass:
-        _, total = _weigh(rows, groups, 0, least - 1, True)
+        _, total = _weigh_above(rows, groups, 0, least - 1, True)
         target = (0.5 + 0.5 * top_p) * total
     if by_mass | (top_k <= num_groups):
-        least = _search(rows, groups, 0, least, target, by_mass, True)
+        least = _search_threshold(rows, groups, 0, least, target, by_mass, True)
     num_selected = _select(rows, groups, _from_order_key(least))
     if not by_mass:
-        least = _search(rows, groups, num_selected, least, target, False, False)
+        least = _search_threshold(rows, groups, num_selected, least, target, False, False)
     low = tl.where(by_mass, least - 1, least)
-    count, mass = _weigh(rows, groups, num_selected, low, False)
+    count, mass = _weigh_above(rows, groups, num_selected, low, False)
     if not by_mass:
         # Among equal tokens at the threshold, only the tokens that complete k count.
         total = mass + (target - count) * tl.exp(_from_order_key(least))
@@ -589,7 +589,7 @@ def _lowest_kept(rows, groups, top_k, top_p):
         num_selected = _select(rows, groups, _from_order_key(least))
     if top_p < 1.0:
         target = top_p * total
-        least = _search(rows, groups, num_selected, least, target, True, False)
+        least = _search_threshold(rows, groups, num_selected, least, target, True, False)
     return _from_order_key(least)
 
 
@@ -653,7 +653,7 @@ def _num_entries(groups, num_selected, OF_GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _weigh(rows, groups, num_selected, key, OF_GROUPS: tl.constexpr):
+def _weigh_above(rows, groups, num_selected, key, OF_GROUPS: tl.constexpr):
     """Return the number of entries (groups or tokens) whose sort key is above `key`, and their total probability mass,
     which is not normalized."""
     counts, masses = tl.zeros([_TILE_TOKENS], tl.float32), tl.zeros([_TILE_TOKENS], tl.float32)
@@ -665,7 +665,7 @@ def _weigh(rows, groups, num_selected, key, OF_GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _search(rows, groups, num_selected, low, target, by_mass, OF_GROUPS: tl.constexpr):
+def _search_threshold(rows, groups, num_selected, low, target, by_mass, OF_GROUPS: tl.constexpr):
     """Search the threshold of a top-k or top-p filter. Return the lowest sort key, not below `low`, for which all
     entries (groups or tokens) with higher keys together weigh less than `target`.
 

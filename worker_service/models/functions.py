@@ -163,7 +163,7 @@ def _clip(operation: Any, step: Step) -> Tensor:
     return step.buffers[operation.input].clamp(-operation.limit, operation.limit)
 
 
-def _turn(operation: Any, step: Step) -> tuple[Tensor, ...]:
+def _prepare_heads(operation: Any, step: Step) -> tuple[Tensor, ...]:
     num_heads, query_weight, key_weight = operation.heads.num_heads, operation.query_norm, operation.key_norm
     heads = step.buffers[operation.input].unflatten(1, (-1, operation.heads.head_dim))  # [T, all heads, head_dim]
     if operation.growth is not None:
@@ -201,7 +201,7 @@ _FUNCTIONS: dict[type, Callable[[Any, Step], Any]] = {
     CombineExperts: _combine,
     Gate: _gate,
     Clip: _clip,
-    QkNormRopeStore: _turn,
+    QkNormRopeStore: _prepare_heads,
     AttendPaged: _attend,
     AllReduce: _all_reduce,
 }

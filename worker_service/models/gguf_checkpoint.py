@@ -80,7 +80,7 @@ class GgufCheckpoint(Tensors):
         self._gguf_names = _gguf_names(architecture)
         self._checkpoint_names = {own: ours for ours, own in self._gguf_names.items()}
         names = self._file.tensors.keys() - _IN_CONFIG
-        self._sources = {ours: source for name in sorted(names) for ours, source in self._found_in(name)}
+        self._sources = {ours: source for name in sorted(names) for ours, source in self._contained_tensors(name)}
         self.names = frozenset(self._sources)
         self.formats = tuple(sorted({info.type_name for info in self._file.tensors.values()} - FLOATS.keys()))
         self._adds_one = architecture in ARCHITECTURES and ARCHITECTURES[architecture].adds_one_to_norms
@@ -113,7 +113,7 @@ class GgufCheckpoint(Tensors):
         expected = list(piece.shape or piece.target.shape)
         if name not in self._sources:
             raise CheckpointError(
-                f"tensor {self._own_name(name)} is missing in {self._file.path}; expected shape {expected}"
+                f"tensor {self._gguf_name(name)} is missing in {self._file.path}; expected shape {expected}"
             )
         own_name, shape = self._sources[name].name, list(self._sources[name].shape)
         if shape != expected:
@@ -175,30 +175,32 @@ class GgufCheckpoint(Tensors):
         """Decode the bytes of whole rows of a tensor. If `head_dim` is not 1, reorder the rows of each attention head
         from interleaved rotary pairs to half-split pairs."""
         if not element_type.is_quantized:
-            rows = _halved(torch.frombuffer(buffer, dtype=FLOATS[element_type.name].element).view(shape), head_dim)
+            rows = _to_half_split(
+                torch.frombuffer(buffer, dtype=FLOATS[element_type.name].element).view(shape), head_dim
+            )
             # The file stores 1 + w; adding 1 again later restores the stored value bit for bit.
             return StoredWeight(rows.float() - 1 if self._adds_one and own_name.endswith("_norm.weight") else rows)
         weight = decode_rows(element_type, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
         if not is_finite(weight):
             raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not finite")
-        return weight.with_each(lambda rows: _halved(rows, head_dim))
+        return weight.with_each(lambda rows: _to_half_split(rows, head_dim))
 
     def _type_name(self, name: str) -> str:
         """Return the name of a tensor's GGUF element type, such as "Q4_K", or an empty string if the tensor does not
         exist."""
         return self._file.tensors[self._sources[name].name].type_name if name in self._sources else ""
 
-    def _found_in(self, own_name: str) -> Iterator[tuple[str, _Source]]:
+    def _contained_tensors(self, own_name: str) -> Iterator[tuple[str, _Source]]:
         """Yield the names and locations of the weights that one tensor of the file contains. A tensor contains itself
         or, if it stacks the experts of a layer, one weight for each expert."""
-        name, shape = self._our_name(own_name), self._file.tensors[own_name].shape
+        name, shape = self._checkpoint_name(own_name), self._file.tensors[own_name].shape
         if "{expert}" not in name or len(shape) != (2 if own_name.endswith(".bias") else 3):
             yield name, _Source(own_name, shape)
             return
         for expert in range(shape[0]):
             yield name.format(expert=expert), _Source(own_name, shape[1:], expert * shape[1])
 
-    def _our_name(self, own_name: str) -> str:
+    def _checkpoint_name(self, own_name: str) -> str:
         """Return the name in checkpoint directories of a tensor of the GGUF file. A tensor without a counterpart keeps
         its GGUF name."""
         module, _, kind = own_name.rpartition(".")
@@ -208,7 +210,7 @@ class GgufCheckpoint(Tensors):
         layer, part = match.groups()
         return f"model.layers.{layer}.{self._checkpoint_names[part]}" if part in self._checkpoint_names else own_name
 
-    def _own_name(self, name: str) -> str:
+    def _gguf_name(self, name: str) -> str:
         """Return the name in the GGUF file of a tensor that has the name `name` in checkpoint directories."""
         module, _, kind = name.rpartition(".")
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
@@ -230,7 +232,7 @@ def _gguf_names(architecture: str) -> dict[str, str]:
     } | _SINKS
 
 
-def _halved(rows: Tensor, head_dim: int) -> Tensor:
+def _to_half_split(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder the rows of whole attention heads for rotary embedding. In the input, pairs of rows are neighbours: (0,
     1), (2, 3) and so on. In the result, row i of a head is paired with row i + head_dim / 2. If `head_dim` is 1, the
     rows are returned unchanged."""

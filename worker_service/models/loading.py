@@ -83,7 +83,7 @@ def prepare_model(
     network = load_config(path).serving(max_model_len)
     family = BY_ARCHITECTURE[network.architecture]
     checkpoint = DummyTensors() if is_dummy else _open(path, family)
-    listed = _named(network.operations, family, checkpoint)
+    listed = _with_checkpoint_names(network.operations, family, checkpoint)
     is_tied = network.tie_word_embeddings
     if is_tied if is_dummy else _lacks_head(checkpoint, listed, path, is_tied=is_tied):
         listed = tied(listed)
@@ -91,9 +91,9 @@ def prepare_model(
         checkpoint = QuantizedCheckpoint(checkpoint, formats_of(network.quantization, _modules(listed)))
     if quantization is not None:
         assert (communicator.size, checkpoint.formats) == (1, ()), "refused before"
-        checkpoint, listed = _quantizing(listed, checkpoint, BITS[quantization], operations, network.heads.head_dim)
+        checkpoint, listed = _quantize_all(listed, checkpoint, BITS[quantization], operations, network.heads.head_dim)
     if communicator.size == 1:
-        listed = _with_rows(listed, checkpoint, operations)
+        listed = _share_embedding_rows(listed, checkpoint, operations)
     listed = tuple(fuse_updates(cut(listed, communicator.rank, communicator.size)))
     with torch.device("meta"):
         model = Decoder(replace(network, operations=listed), operations, communicator).to(dtype)
@@ -107,7 +107,7 @@ def prepare_model(
     )
 
 
-def _named(listed: OperationList, family: Family, checkpoint: Tensors) -> OperationList:
+def _with_checkpoint_names(listed: OperationList, family: Family, checkpoint: Tensors) -> OperationList:
     """Return the model's operations with the names that this checkpoint uses for the weights. A model family may have
     several naming schemes (renamings). The scheme that matches the most tensors of the checkpoint is used."""
     named = (renamed(listed, renaming) for renaming in family.renamings)
@@ -140,7 +140,7 @@ def _modules(listed: OperationList) -> list[str]:
     return [module for projection in projections for module in projection.modules]
 
 
-def _with_rows(listed: OperationList, checkpoint: Tensors, operations: Operations) -> OperationList:
+def _share_embedding_rows(listed: OperationList, checkpoint: Tensors, operations: Operations) -> OperationList:
     """Return operations in which the embedding reads its rows from a linear layer, where that saves memory. If the
     embedding is tied, it reads the weight of the LM head. If the checkpoint's embedding is quantised in a format that
     can be kept, the embedding becomes a linear layer of its own. Otherwise nothing changes."""
@@ -155,7 +155,7 @@ def _with_rows(listed: OperationList, checkpoint: Tensors, operations: Operation
     return with_rows_of(listed, Projection((rows,), Share.of(embedding.width)))
 
 
-def _quantizing(
+def _quantize_all(
     listed: OperationList, checkpoint: Tensors, bits: int, operations: Operations, head_dim: int
 ) -> tuple[QuantizingTensors, OperationList]:
     """Wrap a float checkpoint so that its linear weights are quantised to `bits` while they are read. The LM head and

@@ -16,8 +16,8 @@ from worker_service.models.layouts.layout import (
     StoredTensor,
     TensorShape,
     assemble,
-    by_row,
     checked_scale,
+    expand_rows,
     groups_of_columns,
     num_blocks,
     num_groups,
@@ -74,11 +74,11 @@ def _decode_words(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_si
 
 
 def _assembled(kept: WeightFormat, tensors: ReadTensors, codes: Tensor) -> StoredWeight:
-    scale = by_row(checked_scale("weight_scale", tensors["weight_scale"]), kept, len(codes))
+    scale = expand_rows(checked_scale("weight_scale", tensors["weight_scale"]), kept, len(codes))
     zeros = tensors.get("weight_zero_point")
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = signed(unpack(zeros.t(), kept.bits)[:, : num_blocks(len(codes), kept.rows)], kept.bits).t()
-    zeros = None if zeros is None else by_row(zeros, kept, len(codes))
+    zeros = None if zeros is None else expand_rows(zeros, kept, len(codes))
     return assemble(codes, scale, zeros, groups_of_columns("weight_g_idx", tensors, scale.shape[1]))
 
 

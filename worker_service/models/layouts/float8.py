@@ -13,8 +13,8 @@ from worker_service.models.layouts.layout import (
     Layout,
     ReadTensors,
     StoredTensor,
-    by_row,
     checked_scale,
+    expand_rows,
     scale_shapes,
 )
 
@@ -36,7 +36,7 @@ def _decode(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: in
         raise FaultyTensorError(kind, "contains a negative scale")
     if values.numel() and (values.view(torch.uint8) & 0x7F).max() == 0x7F:  # 0x7F is NaN, with either sign
         raise FaultyTensorError("weight", "has NaN values")
-    return StoredWeight(values, by_row(scale, kept, out_size), kept.columns or in_size)
+    return StoredWeight(values, expand_rows(scale, kept, out_size), kept.columns or in_size)
 
 
 FP8 = Layout("fp8", partial(_stored, "weight_scale_inv"), _decode, StoredFormat(FLOAT8, 0), read_bytes=2)

@@ -129,7 +129,7 @@ def signed(numbers: Tensor, bits: int) -> Tensor:
     return (numbers - (1 << (bits - 1))).view(torch.int8)
 
 
-def by_row(blocks: Tensor, kept: WeightFormat, out_size: int) -> Tensor:
+def expand_rows(blocks: Tensor, kept: WeightFormat, out_size: int) -> Tensor:
     """Expand scales or zero points that several rows of a weight share, so that each row has its own: [blocks of rows,
     blocks of columns] -> [out, blocks of columns]."""
     rows = blocks.reshape(blocks.shape[0] if blocks.dim() else 1, -1)
