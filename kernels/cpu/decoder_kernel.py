@@ -86,7 +86,7 @@ class DecoderKernel:
             all_reduce=self._callback if all_reduce else ffi.NULL,
         )
         kernels.library.plan_decoder(self._decoder.at)
-        if rejection := ffi.string(self._decoder.at.rejection):
+        if rejection := ffi.string(self._decoder.at.misfit):
             raise ValueError(rejection.decode())
         self._cache: tuple[Sequence[LayerCache], Sequence[Scoring]] = [], []  # the cache and scorings of the last step
         self._step = Structure("attention_step")  # describes the cache above
