@@ -20,20 +20,24 @@ _MIN_MASK_WAIT_S = 0.001
 
 
 class ConstrainedRow:
-    """A row's grammar in the state after the row's output.
+    """The grammar of one running sequence, in the state after the sequence's output so far.
 
-    Once the grammar has failed, the row fails in every step in which it samples.
+    A grammar restricts the tokens that the sequence may choose, for structured output. Once the grammar has failed, the
+    sequence fails in every step in which it samples.
     """
 
     def __init__(self, matcher: Matcher, queue: MaskQueue, mask_bytes: int, token_ids: Sequence[int] = ()) -> None:
-        """Start the computation of the first mask. `token_ids` is the output that the row already has."""
+        """Start computing the grammar's first token mask in the background.
+
+        `token_ids` is the output that the sequence already has. The grammar is advanced by these tokens first.
+        """
         self._matcher = matcher
         self._queue = queue
         self._mask_bytes = mask_bytes
         self.job = self._put(token_ids)  # computes the mask of the next token
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Advance the grammar by tokens of the row."""
+        """Advance the grammar by tokens that the sequence has chosen, and start computing the next token mask."""
         self._finish()
         if self.job.error is None:
             self.job = self._put(token_ids)
@@ -67,12 +71,14 @@ class ConstrainedRow:
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """The masks of the R rows of a step that sample, at least one of which has a grammar.
+    """The grammar masks of the R rows that sample in one step. At least one of the rows has a grammar.
+
+    A row is the worker's state of one running sequence. A mask is a bit set of the tokens that a row may choose.
 
     Attributes:
         masks: [M, ceil(vocab_size / 32)] int32, in the format of `pagewire.kernels.sampling`.
         lines: [R] int32, each row's index in `masks`; -1: the row may choose any token.
-        rows: the grammars by index of their row, without late rows.
+        rows: the rows' grammars, by index 0 to R - 1, without late rows.
         is_late: [R], whether the row's mask is not ready, so that the row returns no token in this step.
     """
 
@@ -82,18 +88,28 @@ class StepMasks:
     is_late: NDArray[np.bool_]
 
     def take(self, token_ids: NDArray[np.integer], has_sampled: NDArray[np.bool_]) -> None:
-        """Advance the grammar of each row that has sampled a token by that token."""
+        """Advance the grammar of each row by the token that the row has just sampled.
+
+        `token_ids` and `has_sampled` are [R]. A grammar stays as it is if `has_sampled` is False for its row.
+        """
         for index, row in self.rows.items():
             if has_sampled[index]:
                 row.consume((int(token_ids[index]),))
 
     def failures(self) -> dict[int, RowStatus]:
-        """Return by index the statuses of late rows and of rows whose grammar has failed."""
+        """Return the statuses of the rows that return no token in this step, by the row's index.
+
+        A row returns no token if its mask is not ready in time (LATE), or if its grammar has failed.
+        """
         failed = {index: row.status for index, row in self.rows.items() if row.job.error is not None}
         return {**failed, **dict.fromkeys(np.flatnonzero(self.is_late).tolist(), RowStatus.LATE)}
 
     def leaves_others(self, index: int, token_ids: Sequence[int]) -> bool:
-        """Return whether a row may choose a token that is not in `token_ids`."""
+        """Return whether the grammar lets a row choose any token besides `token_ids`.
+
+        The sampler uses this to suppress stop tokens only if another choice remains. `index` is the row's index in this
+        step.
+        """
         if self.lines[index] < 0:
             return True
         left = self.masks[self.lines[index]].view(np.uint32).copy()
@@ -107,10 +123,11 @@ def _no_matcher(grammar_id: int) -> Matcher:
 
 
 class RowMasks:
-    """The grammars of all rows, by slot.
+    """The grammars of all running sequences of a worker, by slot (the index of a sequence in the worker's table).
 
     Attributes:
-        matcher_of: returns a new matcher for a row, by grammar id. Raises WorkerProtocolError.
+        matcher_of: returns a new matcher for a row, by grammar id. Raises WorkerProtocolError if the grammar is not
+            ready.
         queue: computes each mask as soon as the tokens before it are known.
         waits_for_all: whether steps wait for all masks, so that no row is late.
         is_constrained: [num_slots], whether the row has a grammar.
@@ -129,7 +146,10 @@ class RowMasks:
         self._times: list[tuple[int, int]] = []
 
     def begin_step(self) -> list[tuple[int, int]]:
-        """Return an empty list, to which the step adds (slot, microseconds) for each mask."""
+        """Begin a step and return the list for the durations of its grammar masks, which is empty at first.
+
+        The step adds a pair (slot, microseconds) to the list for each mask that it uses.
+        """
         self._began_at = time.perf_counter()
         self.is_late[:] = False
         self._times = []
@@ -140,9 +160,10 @@ class RowMasks:
         self.is_constrained[:] = False
 
     def open(self, slot: int, grammar_id: int, output_token_ids: Sequence[int]) -> None:
-        """Begin a row, with a grammar unless `grammar_id` is 0.
+        """Register a new row, with a grammar unless `grammar_id` is 0.
 
-        Raises WorkerProtocolError if the grammar is not ready.
+        The grammar is advanced by `output_token_ids`, the output that the row's sequence already has. Raises
+        WorkerProtocolError if the grammar has not been compiled successfully.
         """
         self.release(slot)
         if grammar_id:
@@ -154,7 +175,10 @@ class RowMasks:
         self.is_constrained[slot] = False
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy the grammars of rows to other rows. Every source is read before any target is written."""
+        """Copy the grammars of the rows in slots `sources` to the rows in slots `targets`, for forked sequences.
+
+        All sources are read before any target is written.
+        """
         copies = [row and row.fork() for row in map(self._rows.get, sources.tolist())]
         for target, row in zip(targets.tolist(), copies, strict=True):
             self.release(target)
@@ -162,14 +186,17 @@ class RowMasks:
                 self._put(target, row)
 
     def append(self, slots: IntArray, token_ids: IntArray) -> None:
-        """Advance the grammars of rows by one token each."""
+        """Advance the grammar of each given row by one token. Rows without a grammar are skipped."""
         if self._rows:
             for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
                 if row := self._rows.get(slot):
                     row.consume((token_id,))
 
     def of_step(self, slots: IntArray) -> StepMasks | None:
-        """Return the masks of the sampling rows of a step, or None if all of them may choose any token."""
+        """Return the grammar masks of the rows that sample in a step. `slots` [R] are the slots of these rows.
+
+        Return None if none of these rows has a grammar. This waits a limited time for masks that are not ready.
+        """
         if not self._rows or not self.is_constrained[slots].any():
             return None
         lines = np.full(len(slots), -1, np.int32)
@@ -190,10 +217,10 @@ class RowMasks:
         return StepMasks(self._masks[: max(1, len(going))], lines, there, is_late)
 
     def _wait(self, jobs: Sequence[MaskJob], *, are_all: bool) -> None:
-        """Wait for masks for a limited time, because other rows wait for the step.
+        """Wait for grammar masks for a limited time, because rows without a grammar wait for the same step.
 
-        `are_all` says that no other row samples in the step. The step then has no result without a mask, so this waits
-        for at least one mask.
+        `are_all` means that every sampling row of the step has a grammar. Without any mask, such a step would yield no
+        token. In this case the method waits until at least one mask is ready.
         """
         now = time.perf_counter()
         patience = max(_MIN_MASK_WAIT_S, _MASK_WAIT_SHARE * (now - self._began_at))

@@ -24,9 +24,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StepPart(Generic[R]):
-    """A part of a step: rows in slot order, with the result of their computation.
+    """A part of a step that was split because memory did not suffice: some rows, and the result of their computation.
 
-    A row computes all or a piece of its tokens of the step.
+    The rows are in slot order. In one part, a row computes all or only some of the tokens that it computes in the step.
     """
 
     rows: WorkingRows
@@ -41,11 +41,12 @@ def run_in_parts(
     free_memory: Callable[[], None],
     give_up: Callable[[WorkingRows], None],
 ) -> list[StepPart[R]]:
-    """Compute `rows` at once if memory suffices, else in halves, down to one token of one row. Return the parts.
+    """Compute the rows of a step at once if memory suffices, else in halves. Return the computed parts in order.
 
-    If one token does not fit even after `free_memory`, its row fails. `give_up` receives all remaining tokens of the
-    row in this step, before any row that may read them is computed. Invariant: `compute` changes nothing when it
-    raises.
+    A half that does not fit is halved again, down to one token of one row. If one token does not fit even after
+    `free_memory`, its row fails. `give_up` receives all remaining tokens of the failed row in this step, before any row
+    that may read them is computed. Errors other than those that `is_out_of_memory` recognizes are raised. Invariant:
+    `compute` changes nothing when it raises.
     """
     given_up: list[int] = []
     parts: list[StepPart[R]] = []
@@ -78,9 +79,9 @@ def run_in_parts(
 def _attempt(
     rows: WorkingRows, compute: Callable[[WorkingRows], R], is_out_of_memory: Callable[[Exception], bool]
 ) -> StepPart[R] | None:
-    """Return the computed part, or None if memory did not suffice.
+    """Compute one part of a step. Return the computed part, or None if the computation ran out of memory.
 
-    On return, no reference keeps the memory that a failed `compute` allocated.
+    On return, no reference keeps the memory that a failed `compute` allocated. Other errors of `compute` are raised.
     """
     try:
         return StepPart(rows, compute(rows))
@@ -92,9 +93,9 @@ def _attempt(
 
 
 def _halve(rows: WorkingRows) -> tuple[WorkingRows, WorkingRows]:
-    """Return the first and the second half of the tokens, in the order of the rows' start positions.
+    """Split a part of a step into two parts with half of its tokens each, in the order of the rows' start positions.
 
-    A row in the middle is cut. It samples in the half that contains its last token.
+    If the middle falls inside a row, that row is cut, and it samples in the second part, which contains its last token.
     """
     by_start = rows.take(np.lexsort((rows.slots, rows.starts)))
     before = np.cumsum(by_start.num_new_tokens) - by_start.num_new_tokens
@@ -107,6 +108,6 @@ def _halve(rows: WorkingRows) -> tuple[WorkingRows, WorkingRows]:
 
 
 def _in_slot_order(rows: WorkingRows) -> WorkingRows:
-    """Return the rows in slot order, without rows that have no token to compute."""
+    """Sort rows by slot (their index in the worker's table), and drop rows that have no token to compute."""
     order = np.argsort(rows.slots, kind="stable")
     return rows.take(order[rows.num_new_tokens[order] > 0])

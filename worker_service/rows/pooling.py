@@ -25,7 +25,7 @@ _MIN_LENGTH = 1e-12  # smallest norm that an embedding is divided by
 
 @dataclass(frozen=True, slots=True)
 class PooledChunk:
-    """The positions that one step computes of a row that requests an embedding."""
+    """The token positions of one embedding request that one step computes. A long prompt takes several steps."""
 
     slot: int
     pooling: Pooling
@@ -36,15 +36,21 @@ class PooledChunk:
 
 
 class Pooler:
-    """The sums of rows that request a mean, by slot. A row's first chunk starts a new sum."""
+    """A pooler that turns final hidden states into embeddings: the mean over a prompt, or the last token's state.
+
+    It keeps the running sum of each prompt that needs a mean and takes several steps. Sums are stored by slot (the
+    index of a sequence in the worker's table). A prompt's first chunk starts a new sum.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
 
     def pool(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """Return an embedding [hidden_size] float32 for each last chunk of a row, and the sums to pass to `keep`.
+        """Pool the hidden states of one step. Return the finished embeddings and the updated sums.
 
-        `hidden` [T, hidden_size] contains the final hidden states. The call changes no state, so it can be repeated.
+        There is one embedding, [hidden_size] float32 of length 1, for each chunk that ends its prompt. Pass the sums to
+        `keep`. `hidden` [T, hidden_size] contains the final hidden states. The call changes no state, so it can be
+        repeated.
         """
         embeddings = []
         sums: dict[int, Tensor] = {}
@@ -60,7 +66,7 @@ class Pooler:
         return embeddings, sums
 
     def keep(self, chunks: Sequence[PooledChunk], sums: dict[int, Tensor]) -> None:
-        """Store the sums of rows that continue, and forget the sums of rows that are done."""
+        """Store the sums that `pool` returned. Discard the sums of prompts whose embedding is finished."""
         self._sums.update(sums)
         for chunk in chunks:
             if chunk.is_last:
@@ -68,7 +74,10 @@ class Pooler:
 
 
 def _add(total: Tensor, positions: Tensor) -> Tensor:
-    """Return the sum of a vector and the rows of [N, hidden_size], added one after the other."""
+    """Add the rows of `positions` [N, hidden_size] to the vector `total` one after the other. Return the float64 sum.
+
+    The fixed order makes the result independent of how a prompt is split into steps.
+    """
     for piece in positions.split(_MAX_POSITIONS):
         total = torch.cat([total[None], piece.double()]).cumsum(0)[-1]
     return total
@@ -77,10 +86,10 @@ def _add(total: Tensor, positions: Tensor) -> Tensor:
 def pooled_chunks(
     table: SequenceTable, rows: WorkingRows, token_starts: NDArray[np.int64] | None = None
 ) -> list[PooledChunk]:
-    """Return the chunks of the rows of a step that request embeddings, in slot order.
+    """Return one chunk for each row of a step that requests an embedding, in slot order.
 
-    `token_starts` [S] is the offset of each row's tokens in the flat batch. If omitted, rows are contiguous in slot
-    order.
+    `token_starts` [S] is the offset of each row's tokens in the step's flat batch of tokens. If omitted, rows are
+    contiguous in slot order.
     """
     if rows.are_plain:
         return []
@@ -100,9 +109,9 @@ def pooled_chunks(
 
 
 def choosing_rows(table: SequenceTable, rows: WorkingRows) -> WorkingRows:
-    """Return the rows of a step.
+    """Return the rows of a step, with rows that request an embedding marked as not sampling.
 
-    Rows that request an embedding are marked as not sampling, since they have no logits.
+    Such rows return hidden states, so no logits are computed for them and no token is sampled.
     """
     if rows.are_plain:
         return rows
@@ -117,9 +126,10 @@ def read_embeddings(
     reading: ValueReader,
     hidden_size: int,
 ) -> Samples:
-    """Read the embeddings that `Pooler.pool` returned and add them to the samples, in slot order.
+    """Read the embeddings that `Pooler.pool` returned and add them to a step's samples, in slot order.
 
-    `slots` are the rows that sample tokens. An embedding that is not finite gets the status NAN_LOGITS.
+    `slots` are the slots of the rows that sample tokens. An embedding that is not finite is left out, and its row gets
+    the status NAN_LOGITS. The other embeddings are stored as bytes, little-endian float32.
     """
     if not any(chunk.is_last for chunk in chunks):
         return samples

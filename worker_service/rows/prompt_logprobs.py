@@ -19,7 +19,7 @@ MAX_LOGITS_POSITIONS = 128
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Consecutive positions of a row that requests prompt log probabilities.
+    """Consecutive prompt positions that one step computes for a request with prompt log probabilities.
 
     Position p yields the log probability of prompt token p + 1.
     """
@@ -32,13 +32,18 @@ class PromptChunk:
 
     @property
     def tokens(self) -> tuple[int, slice]:
-        """The index, in a table's `token_ids`, of the tokens whose log probabilities this chunk yields."""
+        """The index, in a table's `token_ids`, of the prompt tokens whose log probabilities this chunk yields.
+
+        The index is a slot and a range of positions.
+        """
         return self.slot, slice(self.first, self.first + self.num)
 
     def compute(self, hidden: Tensor, tokens: Tensor, compute_logits: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """Return the log probabilities (raw log_softmax of the logits) of the tokens that follow the positions.
+        """Compute the log probabilities of the prompt tokens that follow the chunk's positions.
 
-        `hidden` is [T, hidden_size], and `tokens` [num] are the tokens that follow. `read` reads the returned tensors.
+        They are raw values: log_softmax of the model's logits. `hidden` [T, hidden_size] are the hidden states of the
+        step. `tokens` [num] are the prompt tokens that follow the positions. Return the tensors that `read` converts:
+        log probabilities, ranks, top token ids, and top log probabilities.
         """
         chunk = hidden[self.start : self.start + self.num]
         columns = [
@@ -61,17 +66,17 @@ class PromptChunk:
 
     @property
     def num_values(self) -> int:
-        """The number of values that `read` reads."""
+        """The number of int32 and float32 values that `read` reads for this chunk."""
         return 2 * self.num * (1 + self.num_top)
 
 
 def prompt_chunks(
     table: SequenceTable, rows: WorkingRows, token_starts: NDArray[np.int64] | None = None
 ) -> list[PromptChunk]:
-    """Return the chunks of rows that request prompt log probabilities and compute prompt positions, in slot order.
+    """Return one chunk for each row of a step that must report log probabilities of prompt tokens, in slot order.
 
-    `token_starts` [S] is the offset of each row's tokens in the flat batch. If omitted, rows are contiguous in slot
-    order.
+    Rows that compute no prompt position in this step have no chunk. `token_starts` [S] is the offset of each row's
+    tokens in the step's flat batch of tokens. If omitted, rows are contiguous in slot order.
     """
     if rows.are_plain:
         return []

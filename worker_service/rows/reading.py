@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def flatten_to_int32(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one dense int32 tensor of the concatenated tensors.
+    """Concatenate tensors into one dense int32 tensor, so that a device can return all results of a step in one copy.
 
-    The input may be integers below 2**31, booleans, and float32, whose bits are kept. The result may share the memory
-    of a single input.
+    The tensors may contain integers below 2**31, booleans, or float32. The bits of float32 values are kept. If there is
+    only one tensor, the result may share its memory.
     """
     flat = [tensor.flatten() for tensor in tensors]
     parts = [part.view(torch.int32) if part.dtype == torch.float32 else part.int() for part in flat]
@@ -20,7 +20,10 @@ def flatten_to_int32(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class ValueReader:
-    """A reader of the values that `flatten_to_int32` flattened, in the same order."""
+    """A reader that splits the int32 array of a step's results into its parts. `flatten_to_int32` made the array.
+
+    The parts are read in the order in which they were flattened.
+    """
 
     def __init__(self, values: NDArray[np.int32]) -> None:
         self._values = values
@@ -28,7 +31,10 @@ class ValueReader:
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> "ValueReader":
-        """Return a reader of `flatten_to_int32(tensors)` for tensors on the host, with fewer torch operations."""
+        """Return a reader of the values of `tensors`, which must be on the host.
+
+        The values are the same as after `flatten_to_int32(tensors)`, but this needs fewer torch operations.
+        """
         flat = [tensor.numpy().ravel() for tensor in tensors]
         bits = [part.view(np.int32) if part.dtype == np.float32 else part for part in flat]
         return ValueReader(np.concatenate(bits, dtype=np.int32, casting="unsafe"))

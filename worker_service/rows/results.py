@@ -27,16 +27,17 @@ _SAMPLE_COLUMNS = tuple(field.name for field in fields(Samples))
 
 
 class StepWatch:
-    """A stopwatch for the consecutive parts of a step. It starts when it is created."""
+    """A stopwatch for the consecutive parts of a step, such as model and sampling. It starts when it is created."""
 
     def __init__(self) -> None:
         self.began_ns = self._last_ns = self._taken_ns = time.perf_counter_ns()
         self._ns: dict[str, int] = {}
 
     def end(self, part: str, known: dict[str, int] | None = None) -> None:
-        """Add the time since the last call to a part.
+        """Add the time since the last call of this method to the named part of the step.
 
-        `known` contains nanoseconds within that time that belong to other parts. They are added to those parts instead.
+        `known` contains nanoseconds by part. This time was measured within the interval and belongs to other parts, so
+        it is added to those parts instead.
         """
         now = time.perf_counter_ns()
         inside = known or {}
@@ -45,7 +46,10 @@ class StepWatch:
         self._last_ns = now
 
     def take(self) -> tuple[int, StepParts]:
-        """Return the microseconds since the last call of `take`, as a total and by part."""
+        """Return the time since the last call of `take` until the last call of `end`, as a total and by part.
+
+        Times are in microseconds.
+        """
         duration_us, self._taken_ns = (self._last_ns - self._taken_ns) // 1000, self._last_ns
         parts = StepParts(**{f"{name}_us": max(0, ns // 1000) for name, ns in self._ns.items()})
         self._ns.clear()
@@ -54,7 +58,7 @@ class StepWatch:
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
-    """A plan in execution."""
+    """A step whose plan the worker has applied, and whose computation is being launched or in progress."""
 
     plan: StepPlan
     last_moved_step: int  # when the step begins
@@ -64,7 +68,10 @@ class BegunStep:
     def result(
         self, samples: Samples, prompt_logprobs: tuple[PromptLogprobs, ...], duration_us: int, parts: StepParts
     ) -> StepResult:
-        """Build the result of the step. `duration_us` and `parts` are the step's duration, as a total and by part."""
+        """Build the result message of the step from its samples.
+
+        `duration_us` and `parts` are the step's duration in microseconds, as a total and by part.
+        """
         return StepResult(
             epoch=self.plan.epoch,
             step=self.plan.step,
@@ -80,7 +87,10 @@ class BegunStep:
 
 @dataclass(frozen=True, slots=True)
 class StepOutline:
-    """The parts of a step's result that are fixed at launch, because the table changes before the result is read."""
+    """The facts about a step that are needed to join the results of its parts.
+
+    They are copied from the table of sequences at launch, because the table changes before the results are read.
+    """
 
     sampling: dict[int, SamplingParams]  # of the sampling rows, by slot, in order
     prompt_chunks: tuple[PromptChunk, ...]
@@ -93,9 +103,9 @@ class StepOutline:
 
 
 def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart[StepResult]]) -> StepResult:
-    """Return the result of a step from the results of its parts.
+    """Return the result of a step that was computed in several parts, from the results of the parts.
 
-    Rows that no part finished get the status OUT_OF_MEMORY.
+    Rows that sample in this step and that no part finished get the status OUT_OF_MEMORY.
     """
     samples: dict[int, Samples] = {}
     chunks: dict[int, list[Logprobs]] = {}
@@ -115,7 +125,7 @@ def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart
 
 
 def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple[int, Samples]]:
-    """Yield the slot and the sample of each sampling row of a part."""
+    """Split the result of one part of a step by row. Yield the slot and the sample of each row that samples."""
     result, vocab_size = part.result, outline.vocab_size
     slots = part.rows.slots[part.rows.samples].tolist()
     num_tokens = num_positions = num_top = num_candidates = 0
@@ -151,9 +161,9 @@ def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple
 
 
 def _prompt_logprobs(outline: StepOutline, chunks: dict[int, list[Logprobs]]) -> Iterator[PromptLogprobs]:
-    """Yield one chunk for each row that must report prompt log probabilities.
+    """Yield the prompt log probabilities of each row that must report some in this step.
 
-    Positions that were not computed have NaN, like positions whose logits are NaN.
+    Positions that were not computed for lack of memory have NaN, like positions whose logits are NaN.
     """
     for chunk in outline.prompt_chunks:
         found = _joined(Logprobs(), chunks.get(chunk.slot, []))
@@ -164,7 +174,10 @@ def _prompt_logprobs(outline: StepOutline, chunks: dict[int, list[Logprobs]]) ->
 
 
 def _joined(empty: Any, parts: Sequence[Any]) -> Any:
-    """Concatenate the columns of all parts. `empty` has the same columns without entries."""
+    """Concatenate dataclass instances of one type, field by field. Nested dataclasses are concatenated in the same way.
+
+    `empty` is an instance without entries. It defines the type and the fields of the result.
+    """
     joined: dict[str, Any] = {}
     for field in fields(empty):
         nothing, found = getattr(empty, field.name), [getattr(part, field.name) for part in parts]

@@ -25,7 +25,10 @@ _NO_CANDIDATES = Candidates()
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of a step on the host, with the columns of `StepResult`."""
+    """The samples of a step, copied to the host.
+
+    The fields are those fields of `StepResult` that depend on sampling.
+    """
 
     statuses: tuple[RowStatus, ...]
     token_ids: tuple[int, ...] = ()
@@ -35,7 +38,9 @@ class Samples:
 
 
 class SamplingTable:
-    """The sampling request of each row, by slot. Entries of a vacant slot are undefined.
+    """The sampling parameters of all running sequences of a worker, as arrays indexed by slot.
+
+    A slot is the index of a sequence's row in the worker's table. Entries of a vacant slot are undefined.
 
     Attributes:
         lines: [len(FLOATS) + len(INTEGERS), num_slots] int32; floats are stored as bits.
@@ -71,11 +76,11 @@ class SamplingTable:
 
     @property
     def is_penalized(self) -> NDArray[np.bool_]:
-        """[num_slots], whether the row's logits depend on the row's tokens."""
+        """[num_slots], whether penalties make the row's logits depend on the tokens that the row already has."""
         return self._integers["slots"] >= 0
 
     def open(self, opening: RowOpening) -> None:
-        """Store the sampling request of a new row."""
+        """Store the sampling parameters of a new row. `opening` is the scheduler's message that allocates the row."""
         slot, sampling = opening.slot, opening.sampling
         self.params[slot] = sampling
         self.seeds[slot] = opening.seed
@@ -111,7 +116,10 @@ class SamplingTable:
         self.is_plain[slot] = takes_token and is_greedy and not is_penalized and not opening.grammar_id
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy rows to other rows. Every source is read before any target is written."""
+        """Copy the sampling parameters of slots `sources` to slots `targets`, for forked sequences.
+
+        All sources are read before any target is written.
+        """
         self.lines[:, targets] = self.lines[:, sources]
         self._integers["slots"][targets] = np.where(self.is_penalized[targets], targets, -1)
         for column in (
@@ -124,10 +132,10 @@ class SamplingTable:
             self.params[target] = params
 
     def of_step(self, slots: IntArray, num_tokens: IntArray, masks: StepMasks | None = None) -> "StepSampling":
-        """Return the sampling request of the rows of a step that sample.
+        """Return the combined sampling request of the R rows that sample in a step.
 
         `slots` and `num_tokens` are [R] each, in slot order. `num_tokens` is the number of tokens before the sampled
-        one.
+        token. `masks` are the grammar masks of these rows, or None if no row has a grammar.
         """
         return StepSampling(
             slots=slots,
@@ -142,14 +150,14 @@ class SamplingTable:
         )
 
     def all_columns(self) -> SamplingColumns:
-        """Return the sampling columns of all slots, in the table's own memory.
+        """Return the sampling parameters of all slots in the form that the sampling kernels read.
 
-        Their numbers of tokens are undefined.
+        The columns share the table's memory. Their token counts are undefined.
         """
         return _columns(self.lines, self.seeds, np.zeros(len(self.seeds), np.int32))
 
     def columns(self, step: "StepSampling") -> SamplingColumns:
-        """Return the sampling columns of a step's rows on the CPU."""
+        """Return the sampling parameters of a step's sampling rows in the form that the CPU's sampling kernels read."""
         columns = _columns(
             self.lines.take(step.slots, axis=1), self.seeds[step.slots], step.num_tokens.astype(np.int32)
         )
@@ -178,13 +186,16 @@ class SamplingTable:
         return edits
 
     def _stops(self, slot: int) -> tuple[int, ...]:
-        """Return the row's stop tokens without ids outside the vocabulary, which can never be chosen."""
+        """Return the stop tokens of a row.
+
+        Ids outside the vocabulary are left out, because they can never be chosen.
+        """
         return tuple(token_id for token_id in self.params[slot].stop_token_ids if token_id < self._vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSampling:
-    """The R sampling rows of a step, in slot order."""
+    """The combined sampling request of the R rows that sample in one step, in slot order."""
 
     slots: IntArray  # [R]
     num_tokens: IntArray  # [R] without the token that is sampled
@@ -203,26 +214,35 @@ class StepSampling:
 
     @property
     def discards_token(self) -> NDArray[np.bool_]:
-        """[R], whether the sampled token is not the row's next token."""
+        """[R], whether the sampled token is not kept as the row's next token: the row reports candidates or is late."""
         return self.reports_candidates if self.masks is None else self.reports_candidates | self.masks.is_late
 
     @property
     def max_reported(self) -> int | None:
-        """The largest number of reported log probabilities, or None if no row reports any."""
+        """The largest number of log probabilities that a row of this step reports, or None if no row reports any."""
         most = int(self.num_reported.max(initial=-1))
         return None if most < 0 else most
 
     @property
     def takes_tokens_only(self) -> bool:
-        """Whether every row samples one token by its parameters and reports nothing else."""
+        """Whether the step can use the plain sampler: each row samples one token by its single-number parameters.
+
+        No row may have penalties, biases, suppressed stop tokens, a grammar mask, or log probabilities to report.
+        """
         return not self.edits and not self.is_penalized.any() and self.max_reported is None
 
     def results(self, sampled: SampledTokens, logits: Tensor) -> list[Tensor]:
-        """Return the tensors that `read` reads, in order. `logits` are the logits after sampling."""
+        """Return the tensors of sampling results, in the order in which `read` reads them.
+
+        `logits` [R, vocab_size] are the logits after sampling.
+        """
         return [sampled.token_ids, sampled.is_nan, *self.reports(sampled, logits)]
 
     def reports(self, sampled: SampledTokens, logits: Tensor) -> list[Tensor]:
-        """Return the tensors that `read` reads after the tokens and the NaN flags."""
+        """Return the tensors of requested log probabilities, in the order in which `read` reads them.
+
+        In the results of a step they follow the tokens and the NaN flags. The list is empty if no row reports any.
+        """
         if self.max_reported is None:
             return []
         reports = [sampled.logprobs, sampled.ranks, sampled.top_token_ids, sampled.top_logprobs]
@@ -234,7 +254,7 @@ class StepSampling:
 
     @property
     def num_values(self) -> int:
-        """The number of values that `read` reads."""
+        """The number of int32 and float32 values that `read` reads for the sampling rows of this step."""
         num_whole = 2 * len(self.whole_rows) * (1 + self.vocab_size)
         return num_whole + self.num_rows * (2 if self.max_reported is None else 4 + 2 * self.max_reported)
 
@@ -273,9 +293,11 @@ class StepSampling:
         is_first: NDArray[np.bool_],
         top: tuple[NDArray, ...],
     ) -> Logprobs:
-        """Return the columns of the rows in `asks`, which request log probabilities.
+        """Read the log probabilities of the rows in `asks`, which request them, and return them as result columns.
 
-        This also reads the values of rows that report the whole vocabulary.
+        This also reads the values of rows that report the whole vocabulary. `own` are the chosen tokens' log
+        probabilities and ranks, and `top` the most probable tokens with their log probabilities. `is_first` marks the
+        requested number of them.
         """
         has_top = is_first & asks[:, None]
         ends = has_top.sum(axis=1).cumsum()
@@ -296,14 +318,17 @@ def _columns(lines: NDArray[np.int32], seeds: NDArray[np.uint64], num_tokens: ND
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
-    """Return whether a row's logits depend on the row's tokens."""
+    """Return whether a request has penalties, so that its logits depend on its tokens.
+
+    The penalties are the repetition penalty, the presence penalty and the frequency penalty.
+    """
     return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 def row_statuses(is_bad: NDArray[np.bool_], failures: Mapping[int, RowStatus] | None = None) -> tuple[RowStatus, ...]:
-    """Return the statuses for `StepResult`: an empty tuple if every row is good.
+    """Return the statuses of a step's sampling rows for `StepResult`. An empty tuple means that every row is good.
 
-    A bad row without an entry in `failures` has NaN logits.
+    `is_bad` marks the rows that return no token. A bad row without an entry in `failures` has NaN logits.
     """
     if not is_bad.any():
         return ()
@@ -313,6 +338,9 @@ def row_statuses(is_bad: NDArray[np.bool_], failures: Mapping[int, RowStatus] | 
 
 
 def _padded(lists: Sequence[Sequence[float]], vacant: float, dtype: type) -> NDArray:
-    """Return an array [number of lists, longest length], padded with `vacant`."""
+    """Return lists of numbers as one array [number of lists, longest length].
+
+    Shorter lists are padded with `vacant`.
+    """
     width = max((len(values) for values in lists), default=0)
     return np.array([[*values, *([vacant] * (width - len(values)))] for values in lists], dtype)

@@ -43,17 +43,25 @@ class TableLimits:
 
     @property
     def max_num_blocks(self) -> int:
-        """The most blocks that one row's block table may have."""
+        """The largest number of KV cache blocks in one sequence's block table."""
         return -(-self.max_model_len // self.block_size)
 
     def first_block(self, start: int) -> int:
-        """Return the index of the first block that a row uses if it computes from position `start` on."""
+        """Return the index, in a block table, of the first block that a sequence still reads or writes.
+
+        `start` is the next position that the sequence computes. With a sliding window, blocks before the window are not
+        used.
+        """
         return max(0, start - self.sliding_window + 1) // self.block_size if self.sliding_window else 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkingRows:
-    """The rows of one step in slot order. Row i computes positions [starts[i], starts[i] + num_new_tokens[i])."""
+    """The rows that compute tokens in one step, in slot order.
+
+    A row is the worker's state of one running sequence. Row i computes positions [starts[i], starts[i] +
+    num_new_tokens[i]).
+    """
 
     slots: IntArray  # [S]
     starts: IntArray  # [S]
@@ -67,12 +75,15 @@ class WorkingRows:
         return self.starts + self.num_new_tokens
 
     def take(self, which: NDArray) -> "WorkingRows":
-        """Return some of the rows. `which` is a mask or indices."""
+        """Return the rows that `which` selects. `which` is a boolean mask or an array of indices."""
         columns = (self.slots[which], self.starts[which], self.num_new_tokens[which], self.samples[which])
         return WorkingRows(*columns, self.are_plain)
 
     def flatten(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the slots [T] and positions [T] of the T new tokens, row by row, and the rows' offsets [S + 1]."""
+        """Return the T new tokens of all rows as a flat batch: slots [T], positions [T], and offsets [S + 1].
+
+        The tokens of a row are contiguous. The offsets delimit the rows' tokens in the batch.
+        """
         query_start_loc = np.zeros(len(self.slots) + 1, np.int64)
         np.cumsum(self.num_new_tokens, out=query_start_loc[1:])
         # Within a row, the position and the flat index increase together, so their difference is constant.
@@ -81,13 +92,17 @@ class WorkingRows:
 
 
 class SequenceTable:
-    """The state of all rows, in columns indexed by slot.
+    """The worker's state of all running sequences, as arrays indexed by slot.
 
-    Every column has one entry per slot. Entries of a vacant slot are undefined, except `work`, which is 0.
+    Every array has one entry per slot. Entries of a vacant slot are undefined, except `work`, which is 0.
     """
 
     def __init__(self, limits: TableLimits, *, gates_grammars: bool = False) -> None:
-        """`gates_grammars`: whether rows with a grammar pause after each sampled token."""
+        """Create an empty table.
+
+        If `gates_grammars` is set, a sequence with a grammar pauses after each sampled token until the scheduler
+        continues it.
+        """
         self.limits = limits
         self.gates_grammars = gates_grammars
         size = limits.max_num_seqs
@@ -120,7 +135,11 @@ class SequenceTable:
         self.masks.clear()
 
     def apply(self, plan: StepPlan) -> WorkingRows:
-        """Apply a plan to the table and return the rows of the step. Raises WorkerProtocolError for an invalid plan."""
+        """Apply the scheduler's plan for one step to the table. Return the rows that compute tokens in the step.
+
+        Raises WorkerProtocolError if the plan is invalid, for example if it names a vacant slot or a block out of
+        range.
+        """
         for slot in plan.released_slots:
             self._release(slot)
         for opening in plan.openings:
@@ -139,10 +158,11 @@ class SequenceTable:
         return self._working_rows()
 
     def advance(self, rows: WorkingRows) -> None:
-        """Record the launch of a step: its positions count as computed, and sampling rows have one more token.
+        """Record the launch of a step: its positions count as computed, and rows that sample have one more token.
 
         Rows that report candidates or an embedding get no token and pause instead. If grammars are gated, rows with a
-        grammar get their token and pause. For late rows, the last position counts as not computed.
+        grammar get their token and then pause until the scheduler continues them. For late rows, whose grammar mask was
+        not ready, the last position counts as not computed.
 
         The computation stores the tokens themselves. The CPU stores them with `put_tokens`. A device stores them only
         on the device, so `token_ids` is undefined for those positions.
@@ -160,14 +180,14 @@ class SequenceTable:
         self.num_tokens[slots] += 1
 
     def sampling_of(self, rows: WorkingRows) -> StepSampling:
-        """Return the sampling request of the rows of a step that sample."""
+        """Return the combined sampling request of the rows that sample in a step. This may wait for grammar masks."""
         slots = rows.slots[rows.samples]
         return self.sampling.of_step(slots, rows.ends[rows.samples], self.masks.of_step(slots))
 
     def put_tokens(self, rows: WorkingRows, token_ids: IntArray) -> None:
-        """Store each sampling row's token after its last token.
+        """Append the sampled tokens to their rows. `token_ids` has one entry for each row that samples.
 
-        For rows that choose no token, that entry becomes undefined.
+        For rows that choose no token, the entry after the last token becomes undefined.
         """
         slots = rows.slots[rows.samples]
         self.token_ids[slots, self.num_tokens[slots]] = token_ids
@@ -179,7 +199,10 @@ class SequenceTable:
             raise WorkerProtocolError(f"slot {slot} is {'vacant' if occupied else 'occupied'}")
 
     def _occupied_slots(self, slots: tuple[int, ...]) -> IntArray:
-        """Return the slots as an array. Raises WorkerProtocolError if a slot is out of range or vacant."""
+        """Return the slots as an array.
+
+        Raises WorkerProtocolError if a slot is out of range or has no running sequence.
+        """
         array = _as_array(slots)
         self._check_range(array)
         _refuse_any(~self.occupied[array], lambda i: f"slot {array[i]} is vacant")
@@ -194,16 +217,20 @@ class SequenceTable:
         _refuse_any(is_beyond, lambda i: f"slot {slots[i]} is out of range: there are {num_slots}")
 
     def _check_block_ids(self, slots: ArrayLike, block_ids: IntArray) -> None:
-        """Raise WorkerProtocolError if a block id is out of range. `slots` has one entry per block, or one for all."""
+        """Raise WorkerProtocolError if a KV cache block id of a plan is out of range.
+
+        `slots` are the rows that get the blocks, for the error message: one entry per block, or one entry for all
+        blocks.
+        """
         last = self.limits.num_device_blocks
         owners = np.broadcast_to(slots, block_ids.shape)
         is_beyond = (block_ids < 1) | (block_ids > last)
         _refuse_any(is_beyond, lambda i: f"slot {owners[i]} gets block {block_ids[i]}; ids are 1 to {last}")
 
     def _check_opened_blocks(self, slot: int, block_ids: IntArray, num_computed_tokens: int) -> None:
-        """Raise WorkerProtocolError if a block id of a new row is out of range.
+        """Raise WorkerProtocolError if the block table of a new row contains a block id that is out of range.
 
-        Blocks before the sliding window may be 0, since they are neither read nor written any more.
+        Blocks before the sliding window may be 0, since the row neither reads nor writes them.
         """
         first = self.limits.first_block(num_computed_tokens)
         before = block_ids[:first]
@@ -327,7 +354,10 @@ def _as_array(values: tuple[int, ...]) -> IntArray:
 
 
 def _refuse_any(is_bad: NDArray[np.bool_], describe: Callable[[int], str]) -> None:
-    """Raise WorkerProtocolError for the first bad entry."""
+    """Raise WorkerProtocolError if any entry of `is_bad` is True.
+
+    `describe` returns the message for the first such index.
+    """
     if is_bad.any():
         raise WorkerProtocolError(describe(int(is_bad.argmax())))
 
@@ -345,7 +375,7 @@ def _check_distinct(what: str, values: tuple[int, ...]) -> None:
 
 
 def _earlier_equals(values: IntArray) -> IntArray:
-    """Return how many equal values precede each value: [0, 0, 1] for [7, 3, 7]."""
+    """Return, for each value, how many equal values precede it in the array: [0, 0, 1] for [7, 3, 7]."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     places = np.arange(len(values))
