@@ -25,7 +25,7 @@ _QUANTIZED_SWITCH = "PAGEWIRE_QUANTIZED_CACHE"
 
 
 def load_cpu_kernels(tell: Callable[[str], object] = lambda doing: None) -> CpuKernels | None:
-    """Return the kernels, or None if they are off or could not be built.
+    """Build or load the C kernels for this CPU. Return None if they are turned off or cannot be built.
 
     The first call may take seconds, because it builds the kernels; `tell` receives the progress. Raises ValueError if
     `PAGEWIRE_CPU_KERNELS` or `PAGEWIRE_CPU_VARIANT` has an unknown value, or if the kernels are required and cannot be
@@ -41,9 +41,9 @@ def load_cpu_kernels(tell: Callable[[str], object] = lambda doing: None) -> CpuK
 
 
 def environment_build(tell: Callable[[str], object] = lambda doing: None) -> Build:
-    """Return the build settings from the environment. Raises ValueError if a variable has an unknown value.
+    """Return the build settings for the C kernels from environment variables such as `CC`.
 
-    `tell` receives the progress of the build.
+    `tell` receives the progress of the build. Raises ValueError if `PAGEWIRE_CPU_VARIANT` has an unknown value.
     """
     num_jobs = max(1, min(num_usable_cpus(), available_bytes() // _COMPILER_BYTES))
     return Build(
@@ -52,7 +52,10 @@ def environment_build(tell: Callable[[str], object] = lambda doing: None) -> Bui
 
 
 def _choice(name: str, choices: Sequence[str]) -> str:
-    """Return the value of a variable, by default the first choice. Raises ValueError if it is not a choice."""
+    """Return the value of the environment variable `name`, or the first of `choices` if the variable is not set.
+
+    Raises ValueError if the value is not one of `choices`.
+    """
     chosen = os.environ.get(name, choices[0])
     if chosen not in choices:
         raise ValueError(f"{name} is {chosen!r}; it must be one of {', '.join(choices)}")
@@ -60,7 +63,10 @@ def _choice(name: str, choices: Sequence[str]) -> str:
 
 
 def cache_folder(name: str) -> Path | None:
-    """Return $PAGEWIRE_CACHE/NAME, by default in the user's cache folder, or None if the user has no home."""
+    """Return the folder $PAGEWIRE_CACHE/NAME, by default pagewire/NAME in the user's cache folder.
+
+    Return None if the variable is not set and the user has no home directory.
+    """
     root = os.environ.get("PAGEWIRE_CACHE")
     if root:
         return Path(root) / name
@@ -71,7 +77,7 @@ def cache_folder(name: str) -> Path | None:
 
 
 def quantized_folder() -> Path | None:
-    """Return the folder for quantised weights, or None if they are not kept."""
+    """Return the folder in which a CPU worker keeps quantised weights for its next start, or None to keep none."""
     named = os.environ.get(_QUANTIZED_SWITCH)
     if named == "off":
         return None

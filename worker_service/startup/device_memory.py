@@ -26,7 +26,7 @@ EXCHANGE_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The size of the largest possible step."""
+    """The size of the largest possible step of a worker: its number of new tokens and of sequences."""
 
     num_tokens: int
     num_rows: int
@@ -34,7 +34,7 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The use of a GPU's memory, in bytes, without the block pool."""
+    """The use of a GPU's memory in bytes, without the block pool of the KV cache."""
 
     total: int
     others: int  # other processes, and memory that CUDA and its libraries reserve for this process
@@ -45,12 +45,15 @@ class DeviceMemory:
     exchange: int = 0  # buffers for communication between ranks
 
     def left(self, utilization: float) -> int:
-        """Return the bytes left for the pool, including block 0, with this share of the memory. May be negative."""
+        """Return the bytes that are left for the KV cache, including the unused block 0. The result may be negative.
+
+        `utilization` is the share of the GPU's memory that the worker may use, from 0 to 1.
+        """
         used = self.others + self.weights + self.step + self.graphs + self.staging + self.exchange
         return int(self.total * utilization) - used
 
     def describe(self) -> str:
-        """Return all figures as text for logs and error messages."""
+        """Return the parts of the GPU's memory and their sizes as one line of text, for logs and error messages."""
         parts = {
             "weights": self.weights,
             "the largest step": self.step,
@@ -64,9 +67,9 @@ class DeviceMemory:
 
 
 def graph_bytes(*, largest_bytes: int, num_graphs: int) -> int:
-    """Return the bytes that CUDA graphs with one shared memory pool will keep.
+    """Return an estimate of the GPU memory, in bytes, that captured CUDA graphs will keep.
 
-    `largest_bytes` is the peak of the largest captured step.
+    All graphs share one memory pool. `largest_bytes` is the peak memory of the largest captured step.
     """
     return largest_bytes + num_graphs * _DRIVER_BYTES_PER_GRAPH if num_graphs else 0
 
@@ -74,9 +77,9 @@ def graph_bytes(*, largest_bytes: int, num_graphs: int) -> int:
 def size_pool(
     memory: DeviceMemory, *, utilization: float, block_bytes: int, max_num_blocks: int, step: StepSize
 ) -> int:
-    """Return the number of usable blocks for `utilization`, at most `max_num_blocks`.
+    """Return how many KV cache blocks fit into the share `utilization` of a GPU's memory, at most `max_num_blocks`.
 
-    Raises ValueError if no block fits.
+    `step` is the largest step, for the error message. Raises ValueError if no block fits.
     """
     num_blocks = min(memory.left(utilization) // block_bytes - 1, max_num_blocks)
     if num_blocks >= 1:
@@ -94,9 +97,10 @@ def size_pool(
 
 
 def check_pool(*, left: int, memory: str, flag: str, asked: str, num_blocks: int, block_bytes: int) -> None:
-    """Raise ValueError if `num_blocks` usable blocks and block 0 do not fit into `left` bytes.
+    """Raise ValueError if `num_blocks` KV cache blocks and the unused block 0 do not fit into `left` bytes of memory.
 
-    `flag` and `asked` are the option and its value. `memory` describes the memory for people.
+    `flag` and `asked` are the option that requested the blocks and its value. `memory` describes the use of the memory
+    for the error message.
     """
     num_fitting = left // block_bytes - 1
     if num_blocks > num_fitting:
@@ -108,9 +112,9 @@ def check_pool(*, left: int, memory: str, flag: str, asked: str, num_blocks: int
 
 
 def check_cpu_weights(*, available: int, held: int, peak: int, held_in: str) -> None:
-    """Raise ValueError if a CPU's memory cannot hold the weights, or their peak size during loading.
+    """Raise ValueError if a CPU's memory cannot hold the model's weights, or their peak size during loading.
 
-    `available`, `held` and `peak` are in bytes. `held_in` names the dtypes of the weights for people.
+    `available`, `held` and `peak` are in bytes. `held_in` names the dtypes of the weights for the error message.
     """
     if peak <= available:
         return
@@ -123,9 +127,9 @@ def check_cpu_weights(*, available: int, held: int, peak: int, held_in: str) -> 
 
 
 def step_refusal(*, total: int, free: int, weights: int, step: StepSize) -> ValueError:
-    """Return the error for a largest step that ran out of memory after the weights were loaded.
+    """Return the error to raise if the largest possible step runs out of GPU memory during the worker's start.
 
-    Sizes are in bytes. `free` is measured with the weights loaded.
+    Sizes are in bytes. `free` is measured after the weights have been loaded.
     """
     return ValueError(
         f"a step of {step.num_tokens} tokens in {step.num_rows} rows does not fit: of the GPU's "
@@ -135,7 +139,10 @@ def step_refusal(*, total: int, free: int, weights: int, step: StepSize) -> Valu
 
 
 def weights_refusal(*, total: int, free: int, needed: int) -> ValueError:
-    """Return the error for weights that do not fit. Sizes are in bytes. `free` is measured before loading."""
+    """Return the error to raise if the model's weights do not fit into the GPU's memory.
+
+    Sizes are in bytes. `free` is measured before the weights load.
+    """
     return ValueError(
         f"the weights do not fit: they take {describe_memory(needed)}, and {describe_memory(free)} of the GPU's "
         f"{describe_memory(total)} are free; no block fits: use a GPU with more memory, stop other programs on "

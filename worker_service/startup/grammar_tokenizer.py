@@ -18,16 +18,20 @@ _CONFIG_FILES = ("generation_config.json", "config.json")  # end tokens come fro
 
 
 class GrammarStart:
-    """The preparation of grammar support, concurrent with the loading of the model."""
+    """The preparation of structured output during a worker's start, on a thread of its own while the model loads.
+
+    The preparation reads the model's tokenizer and builds a grammar compiler for its vocabulary.
+    """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._thread = CompileThread(lambda: _make_compile(path, vocab_size))
 
     def finish(self) -> tuple[EpochGrammars, str]:
-        """Return the grammars and the version of the grammar library.
+        """Wait until grammars can be compiled. Return the worker's grammars and the version of the grammar library.
 
-        The version is "" if grammars are not supported.
+        If the model has no usable tokenizer, log the reason. The returned grammars then reject every grammar, and the
+        version is "".
         """
         try:
             self._thread.wait()
@@ -39,14 +43,14 @@ class GrammarStart:
         return EpochGrammars(self._thread, self._vocab_size), version()
 
     def give_up(self) -> None:
-        """Stop the preparation, because the model cannot be loaded."""
+        """Stop the preparation of grammars, because the model cannot be loaded."""
         self._thread.stop()
 
 
 def _make_compile(path: Path, vocab_size: int) -> Compile:
-    """Return the compile function.
+    """Read the model's tokenizer and return a function that compiles a grammar for its vocabulary.
 
-    Raises GrammarError, GgufError, OSError or ValueError if grammars are not supported.
+    Raises GrammarError, GgufError, OSError or ValueError if the tokenizer is missing, invalid or not supported.
     """
     file = path if is_gguf(path) else path / _TOKENIZER_FILE
     cache = GrammarCache(GrammarCompiler(read_tokenizer(file), vocab_size), _MAX_KEPT_BYTES)
@@ -56,7 +60,10 @@ def _make_compile(path: Path, vocab_size: int) -> Compile:
 
 
 def _end_token_ids(path: Path) -> tuple[int, ...]:
-    """Return the end tokens of most requests. Each grammar names its own end tokens, which may differ."""
+    """Return the ids of the model's end-of-sequence tokens, from its configuration files. The result may be empty.
+
+    Most requests use these end tokens. Each grammar names its own end tokens, which may differ.
+    """
     for config in _configs(path):
         found = config.get("eos_token_id")
         if found is not None:

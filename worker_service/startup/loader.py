@@ -58,10 +58,11 @@ _CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": to
 def load_worker(
     config: WorkerConfig, worker_id: str, report: LoadProgress | None = None, digest: bytes | None = None
 ) -> LoadedWorker:
-    """Load the worker on the calling thread, which must be the thread that will call the runner.
+    """Load a model from its configuration and return a worker that is ready to compute.
 
-    `report` receives the progress. `digest` is the model's digest; if None, it is computed. Raises ValueError and
-    CheckpointError with a text for people.
+    Call this on the thread that will call the worker's runner. `report` receives the progress. `digest` is the model's
+    digest; if None, it is computed. Raises ValueError if the worker cannot start with these options on this machine,
+    and CheckpointError if the checkpoint is invalid. The message of either error is meant for the operator.
     """
     config.validate()
     initialize_vector_math()
@@ -142,7 +143,10 @@ def _load_worker(
 def _begin(
     assembly: "_Assembly", worker_id: str, sizes: PoolSize, start: GrammarStart, report: LoadProgress
 ) -> LoadedWorker:
-    """Build a runner with the most blocks that fit, warm it up, and capture its graphs."""
+    """Build a runner with the largest KV cache that fits, warm up its kernels, and capture its CUDA graphs.
+
+    `sizes` are the configured sizes of the cache. `start` is the preparation of grammars, which this finishes.
+    """
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
     log_lowered(assembly.config, sizes)
     log_size(assembly.shape, num_device_blocks, assembly.max_model_len, assembly.network.sliding_window)
@@ -166,7 +170,7 @@ def _begin(
 
 
 def attention_shape(network: Network, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionShape:
-    """Return the attention shape of a model."""
+    """Return the numbers of heads, dtypes and features by which an attention backend is chosen for a model."""
     heads = network.heads
     return AttentionShape(
         num_heads=heads.num_heads,
@@ -184,9 +188,10 @@ def attention_shape(network: Network, block_size: int, dtype: torch.dtype, cache
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
-    """Return the device called `name`. Ranks on one machine use its GPUs in rotation.
+    """Return the torch device called `name`: "cpu", "cuda", or "auto" for a GPU if torch finds one, else the CPU.
 
-    Raises ValueError if torch finds no such device.
+    Tensor-parallel ranks on one machine use its GPUs in rotation. Raises ValueError if `name` is "cuda" and torch finds
+    no GPU.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -200,7 +205,10 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
 
 
 def check_products(quantization: str | None, operations: Operations, device: torch.device) -> None:
-    """Raise ValueError if no kernel can multiply with the quantised weights that `quantization` requests."""
+    """Raise ValueError if no kernel can multiply with the quantised weights that `quantization` requests.
+
+    The option is "int8", "int4" or None. `operations` are the kernels that were chosen for `device`.
+    """
     if quantization is None or operations.can_store(quantized_format(BITS[quantization]).element, torch.float32):
         return
     if device.type == "cpu":
@@ -214,7 +222,10 @@ def check_products(quantization: str | None, operations: Operations, device: tor
 
 
 def _communicator(config: WorkerConfig, device: torch.device) -> Communicator:
-    """Return the communicator of this rank. Raises OSError if the ranks cannot use the address."""
+    """Return the communicator through which this tensor-parallel rank exchanges data with the other ranks.
+
+    Raises OSError if the ranks cannot use the address in the configuration.
+    """
     if config.tensor_parallel_size == 1:
         return SingleRank()
     assert config.tensor_parallel_address is not None
@@ -226,10 +237,10 @@ def _communicator(config: WorkerConfig, device: torch.device) -> Communicator:
 def choose_dtype(
     name: str, checkpoint_dtype: str, device: torch.device, kernels: CpuKernels | None = None
 ) -> torch.dtype:
-    """Return the dtype to compute in.
+    """Return the dtype in which the model computes. `name` is the option --dtype.
 
     "auto" is the checkpoint's dtype, or float32 if the CPU would only emulate that dtype. On a CPU, float16 is computed
-    in float32. `kernels` are the CPU kernels if they compute matrix multiplications.
+    in float32. `kernels` are the C kernels for CPUs, or None if they do not compute the matrix multiplications.
     """
     if device.type == "cpu" and _DTYPES.get(name) == torch.float16:
         held = (
@@ -258,7 +269,10 @@ def _is_native_on_cpu(dtype: torch.dtype, kernels: CpuKernels | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Assembly:
-    """The parts of a runner, except the number of its blocks."""
+    """All parts from which a model runner is built, except the number of KV cache blocks.
+
+    On a GPU, a temporary runner with few blocks is built first, to measure the memory that steps need.
+    """
 
     config: WorkerConfig
     model: Decoder
@@ -280,7 +294,7 @@ class _Assembly:
     def runner(
         self, num_device_blocks: int, num_host_blocks: int = 0, *, splits_steps: bool = True
     ) -> tuple[ModelRunner, CacheEngine]:
-        """Return a runner with this number of blocks, and its cache.
+        """Allocate a KV cache with this number of blocks, and return a model runner with it, and the cache.
 
         `splits_steps` allows a step to be computed in parts if memory does not suffice. It is ignored if there are
         several ranks, because all ranks would have to split the step in the same way.
@@ -309,7 +323,7 @@ class _Assembly:
         return DeviceComputation(self.model, cache.layers, self.backend, sampler, table, self.streams, *graphs)
 
     def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float, grammar_version: str) -> WorkerCapacity:
-        """Return the capacity that the worker reports."""
+        """Return the capacity that the worker reports to the scheduler, such as its limits and block counts."""
         return WorkerCapacity(
             worker_id=worker_id,
             model_digest=self.digest,
@@ -337,10 +351,10 @@ class _Assembly:
         )
 
     def num_blocks(self, sizes: PoolSize) -> tuple[int, int]:
-        """Return the numbers of device blocks and host blocks.
+        """Return the numbers of KV cache blocks on the device and in the host's swap space.
 
-        The configuration sets them. By default they follow from the available memory, up to the number that all rows
-        together could use.
+        The configuration sets these numbers. By default they follow from the available memory, up to the number of
+        blocks that the maximum number of sequences could use together.
         """
         available = available_bytes()
         if self.device.type == "cpu":
@@ -354,7 +368,10 @@ class _Assembly:
         ), num_host_blocks
 
     def _measure_memory(self, num_host_blocks: int) -> DeviceMemory:
-        """Run the largest step on a temporary runner and return the measured memory."""
+        """Run the largest possible step on a temporary runner.
+
+        Return the GPU memory that the worker needs besides the KV cache.
+        """
         block_bytes = self.shape.block_bytes
         memory = measure_memory(
             CudaMeter(self.device),
@@ -376,9 +393,10 @@ def largest_step_size(config: WorkerConfig) -> StepSize:
 
 
 def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
-    """Raise ValueError if the memory is clearly too small for the weights or for a pool. Runs before loading.
+    """Raise ValueError if memory is clearly too small for the weights or the KV cache.
 
-    On a GPU the memory for steps is not yet known. It is measured after the weights are loaded.
+    Call this before the weights are loaded. On a GPU the memory that steps need is not known yet. It is measured after
+    the weights are loaded.
     """
     footprint, device = unloaded.footprint(), unloaded.device
     if device.type == "cpu":
@@ -401,14 +419,21 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
 
 
 def log_formats(unloaded: UnloadedModel) -> None:
-    """Log how quantised weights are stored."""
+    """Log how the model's quantised weights are stored, and their size.
+
+    A model without quantised weights logs nothing.
+    """
     description = unloaded.describe_quantization()
     if description is not None:
         logger.info("%s; the model takes %s", description, describe_memory(unloaded.footprint().held))
 
 
 def log_stretch(rope: RopeConfig | None, max_model_len: int) -> None:
-    """Log a warning if a LongRoPE model uses its factors for long sequences, which then apply to all sequences."""
+    """Log a warning if a LongRoPE model uses its factors for long sequences for all sequences.
+
+    This happens if `max_model_len` exceeds the model's original number of positions. Outputs of short sequences then
+    differ from transformers.
+    """
     if rope is not None and rope.short_divisors:
         original = rope.original_max_position_embeddings
         logger.warning(
@@ -425,7 +450,11 @@ def log_stretch(rope: RopeConfig | None, max_model_len: int) -> None:
 def _packed_cache(
     config: WorkerConfig, unloaded: UnloadedModel, kernels: CpuKernels | None, digest: bytes
 ) -> PackedCache | None:
-    """Return the cache of quantised weights, or None if no weights are quantised or kept."""
+    """Return the disk cache of a CPU model's quantised weights, or None if the worker does not use such a cache.
+
+    The cache is used only if the weights are quantised at the start, the C kernels are available, and a folder is
+    configured.
+    """
     folder, path = quantized_folder(), Path(config.model)
     if config.quantization is None or config.load_format == "dummy" or folder is None or kernels is None:
         return None
@@ -439,7 +468,10 @@ def _packed_cache(
 
 
 def _load_weights(unloaded: UnloadedModel, report: LoadProgress, cache: PackedCache | None) -> Decoder:
-    """Load the weights. Raises ValueError if memory turns out to be insufficient."""
+    """Load the model's weights and return the model. Quantised weights are read from `cache` if it has them.
+
+    Raises ValueError if memory turns out to be insufficient.
+    """
     kept = None if cache is None or cache.is_empty else cache
     if kept is not None:
         logger.info("reading weights that were quantised and packed at an earlier start: %s", kept.path)
@@ -462,7 +494,10 @@ def _load_weights(unloaded: UnloadedModel, report: LoadProgress, cache: PackedCa
 
 
 def _allocate(assembly: _Assembly, num_device_blocks: int, num_host_blocks: int) -> tuple[ModelRunner, CacheEngine]:
-    """Allocate the pools and build the runner. Raises ValueError if the allocation fails despite the estimate."""
+    """Allocate the KV cache's block pools and build the model runner.
+
+    Raises ValueError if the allocation fails, although the estimate of memory said that the pools fit.
+    """
     try:
         return assembly.runner(num_device_blocks, num_host_blocks)
     except Exception as error:
@@ -480,7 +515,7 @@ def _allocate(assembly: _Assembly, num_device_blocks: int, num_host_blocks: int)
 
 
 def log_lowered(config: WorkerConfig, sizes: PoolSize) -> None:
-    """Log which requested sizes are not reached."""
+    """Log a warning for each requested size that the worker does not use in full: the KV cache, or --max-num-seqs."""
     lowered = sizes.describe_lowered()
     if lowered is not None:
         logger.warning("%s", lowered)

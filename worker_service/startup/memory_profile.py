@@ -17,29 +17,32 @@ _NUM_LISTED, _NUM_PROMPT_LOGPROBS = MAX_ENTRIES["logprob_token_ids"], int(RANGES
 
 
 class CudaMeter:
-    """A meter for a GPU's memory. All results are in bytes."""
+    """A meter for the memory of a GPU and of this process's tensors. All results are in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def total_and_free(self) -> tuple[int, int]:
-        """Return the device's total memory and its free memory, for all processes together."""
+        """Return the GPU's total memory and its free memory in bytes. Free memory is used by no process."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total, free
 
     def allocated(self) -> int:
-        """Return the memory that this process's tensors use."""
+        """Return the GPU memory, in bytes, that this process's tensors use."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak_of(self, operation: Callable[[], object]) -> int:
-        """Run `operation`, wait for the device, and return the peak memory of this process's tensors."""
+        """Run `operation` and wait for the GPU.
+
+        Return the peak memory of this process's tensors meanwhile, in bytes.
+        """
         torch.cuda.reset_peak_memory_stats(self._device)
         operation()
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device)
 
     def release(self) -> None:
-        """Return the allocator's unused memory to the device."""
+        """Return memory that torch's allocator keeps for reuse to the GPU."""
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -54,10 +57,10 @@ def measure_memory(
     block_bytes: int,
     staging_bytes: int,
 ) -> DeviceMemory:
-    """Measure the memory that the worker needs besides the pool.
+    """Measure the GPU memory that a worker needs besides the KV cache, by running the largest possible step.
 
-    `make_runner` returns a runner with the given number of usable blocks, which does not split steps. Before and after
-    this call, only the weights are allocated. Raises ValueError if the largest step does not fit.
+    `make_runner` returns a runner with the given number of KV cache blocks. That runner must not split steps. Before
+    and after this call, only the weights are allocated. Raises ValueError if the largest step does not fit into memory.
     """
     meter.release()
     weights = meter.allocated()
@@ -90,10 +93,10 @@ def measure_memory(
 
 
 def largest_step(step: StepSize, max_model_len: int, block_size: int) -> tuple[StepPlan, int]:
-    """Return a plan of the largest step, and the number of its blocks.
+    """Return a plan for the largest possible step of a worker, and the number of KV cache blocks that the plan uses.
 
-    It has `step.num_rows` rows, all of which sample, and up to `step.num_tokens` tokens. The rows request every
-    sampling feature that needs memory.
+    The plan has `step.num_rows` sequences, all of which sample, and up to `step.num_tokens` tokens. The sequences
+    request every sampling feature that needs memory.
     """
     num_tokens = min(step.num_tokens // step.num_rows, max_model_len)
     sampling = replace(

@@ -16,18 +16,19 @@ _DEFAULT_SWAP_SHARE = 10  # divisor: a tenth of the available memory
 
 
 def cpu_cache_bytes(available_bytes: int) -> int:
-    """Return the default size in bytes of a CPU's KV cache.
+    """Return the default size, in bytes, of the KV cache on a CPU: a share of the available memory, up to a limit.
 
-    It is a modest part of the available memory, because other programs use the memory too.
+    The share is modest, because other programs use the same memory.
     """
     return min(_MAX_DEFAULT_CPU_BYTES, int(available_bytes * _DEFAULT_CPU_SHARE))
 
 
 def default_swap_bytes(device: str, available_bytes: int, num_local_ranks: int) -> int:
-    """Return the default size in bytes of the host pool. `num_local_ranks` ranks share this machine.
+    """Return the default size, in bytes, of the host memory to which KV cache blocks are swapped out.
 
-    A GPU's host has memory that the KV cache cannot use otherwise. On a CPU the default is 0: both pools use the same
-    memory, and a device block can be computed with, which a host block cannot.
+    `num_local_ranks` is the number of ranks that share this machine. The memory of a GPU's host is of no other use to
+    the KV cache. On a CPU the default is 0: both pools would use the same memory, and only device blocks can be
+    computed with.
     """
     if device == "cpu":
         return 0
@@ -35,9 +36,9 @@ def default_swap_bytes(device: str, available_bytes: int, num_local_ranks: int) 
 
 
 def count_blocks(*, cache_bytes: int, block_bytes: int, max_num_blocks: int, remedy: str) -> int:
-    """Return the number of usable blocks in `cache_bytes`, without block 0, at most `max_num_blocks`.
+    """Return how many KV cache blocks fit into `cache_bytes` besides the unused block 0, at most `max_num_blocks`.
 
-    Raises ValueError with the needed size and the remedy if not even one usable block fits.
+    Raises ValueError with the needed size and the text `remedy` if not even one block fits.
     """
     num_blocks = min(cache_bytes // block_bytes - 1, max_num_blocks)
     if num_blocks < 1:
@@ -50,9 +51,10 @@ def count_blocks(*, cache_bytes: int, block_bytes: int, max_num_blocks: int, rem
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The configured size of the KV cache.
+    """The configured size of the KV cache, from which the numbers of device blocks and host blocks are computed.
 
-    `max_num_blocks` is the number of device blocks that all rows together could use.
+    `max_num_blocks` is the number of blocks that the maximum number of sequences, at maximum length, could use
+    together.
     """
 
     config: WorkerConfig
@@ -60,7 +62,10 @@ class PoolSize:
     max_num_blocks: int
 
     def num_host_blocks(self, available_bytes: int, default_bytes: int = 0) -> int:
-        """Return the number of host blocks. Raises ValueError if the memory is too small for the requested number."""
+        """Return the number of swap blocks in host memory that the options request, or that fit into `default_bytes`.
+
+        Raises ValueError if the requested size exceeds `available_bytes`, or is too small for one block.
+        """
         config, block_bytes = self.config, self.block_bytes
         if config.swap_space is not None:
             flag, asked = "--swap-space", config.swap_space
@@ -85,7 +90,11 @@ class PoolSize:
         return num_blocks
 
     def num_cpu_blocks(self, available_bytes: int) -> int:
-        """Return the number of device blocks of a CPU. Raises ValueError if the memory is too small for them."""
+        """Return the number of KV cache blocks for a CPU worker, without its swap blocks.
+
+        The number is set by an option or follows from `available_bytes`. Raises ValueError if the memory is too small
+        for the requested number, or for a single block.
+        """
         left = max(0, available_bytes)
         num_asked = self._num_asked(left, f"{describe_memory(left)} of memory are available")
         if num_asked is not None:
@@ -98,9 +107,9 @@ class PoolSize:
         )
 
     def num_blocks_of_cpu(self, available_bytes: int) -> tuple[int, int]:
-        """Return the numbers of device and host blocks of a CPU, which share its memory.
+        """Return the numbers of KV cache blocks and of swap blocks for a CPU worker.
 
-        Raises ValueError if the memory is too small for both.
+        Both pools use the machine's memory. Raises ValueError if the memory is too small for both pools.
         """
         self.num_host_blocks(available_bytes)
         num_device_blocks = self.num_cpu_blocks(available_bytes)
@@ -108,7 +117,11 @@ class PoolSize:
         return num_device_blocks, self.num_host_blocks(left)
 
     def num_gpu_blocks(self, memory: DeviceMemory, step: StepSize) -> int:
-        """Return the number of device blocks of a GPU. Raises ValueError if its memory is too small for them."""
+        """Return the number of KV cache blocks on a GPU. `memory` is the measured use of its memory without the cache.
+
+        The number is set by an option or follows from --gpu-memory-utilization. Raises ValueError if the memory is too
+        small for the requested number, or for a single block.
+        """
         num_asked = self._num_asked(memory.left(1.0), memory.describe())
         if num_asked is not None:
             return num_asked
@@ -121,7 +134,10 @@ class PoolSize:
         )
 
     def describe_lowered(self) -> str | None:
-        """Return a message if the pool is smaller than --kv-cache-memory, else None."""
+        """Return a warning for the log if the KV cache is smaller than --kv-cache-memory allows, else None.
+
+        The cache is never larger than the maximum number of sequences can use.
+        """
         asked = self.config.kv_cache_memory
         used = (self.max_num_blocks + 1) * self.block_bytes
         if asked is None or parse_memory("--kv-cache-memory", asked) < used + self.block_bytes:
@@ -132,9 +148,10 @@ class PoolSize:
         )
 
     def _num_asked(self, left: int, memory: str) -> int | None:
-        """Return the number of usable blocks that a flag requests, or None if no flag is set.
+        """Return the number of KV cache blocks that an option requests, or None if no such option is set.
 
-        Raises ValueError if they do not fit into `left` bytes. `memory` describes the memory for people.
+        Raises ValueError if the blocks do not fit into `left` bytes. `memory` describes the memory for the error
+        message.
         """
         config = self.config
         if config.num_device_blocks is not None:

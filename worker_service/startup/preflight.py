@@ -22,10 +22,10 @@ _16_BITS = ("bfloat16", "float16", "half", "BF16", "F16")
 
 
 def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> bytes:
-    """Check the configuration and return the model's digest. Computing the digest takes a while.
+    """Check, before a worker is started, that it can start with this configuration. Return the model's digest.
 
-    `num_local_ranks` is the number of ranks that start on this machine. Raises ValueError with a one-line message for
-    an error that every start would repeat.
+    Computing the digest takes a while. `num_local_ranks` is the number of ranks that start on this machine. Raises
+    ValueError with a one-line message for an error that every start would repeat.
     """
     config.validate()
     path = Path(config.model)
@@ -57,7 +57,7 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> bytes:
 
 
 def _check_unquantized(config: WorkerConfig, model: Network, headers: Mapping[str, TensorHeader]) -> None:
-    """Raise ValueError if the weights are already quantised."""
+    """Raise ValueError if --quantization is set for a checkpoint whose weights are quantised already."""
     found = {header.dtype for header in headers.values()} - FLOAT_BYTES.keys()
     if model.quantization is not None:
         found = {model.quantization.method}
@@ -69,9 +69,10 @@ def _check_unquantized(config: WorkerConfig, model: Network, headers: Mapping[st
 
 
 def _least_bits(dtypes: set[str]) -> int:
-    """Return the fewest bits that a weight can have on any CPU.
+    """Return the fewest bits in which a CPU worker could store a weight, for a lower bound of the weights' size.
 
-    Kernels may keep the checkpoint's dtype, or the model may compute in a smaller dtype.
+    `dtypes` are the dtypes in the checkpoint, and the dtype in which the model computes. Weights may be stored in any
+    of them.
     """
     if not dtypes <= {*_32_BITS, *_16_BITS}:
         return 4
@@ -79,7 +80,10 @@ def _least_bits(dtypes: set[str]) -> int:
 
 
 def choose_max_model_len(asked: int | None, max_position_embeddings: int) -> int:
-    """Return the maximum sequence length. Raises ValueError if `asked` exceeds the checkpoint's number of positions."""
+    """Return the maximum length of a sequence in tokens: `asked`, or by default the checkpoint's number of positions.
+
+    Raises ValueError if `asked` exceeds the checkpoint's number of positions.
+    """
     if asked is not None and asked > max_position_embeddings:
         raise ValueError(
             f"--max-model-len is {asked}; the checkpoint has {max_position_embeddings} positions at most: lower it"

@@ -10,17 +10,23 @@ _INTERVAL = 10.0  # seconds
 
 
 class LoadProgress:
-    """A receiver of progress reports from `load_worker`. Calling it reports the number of loaded tensors."""
+    """A receiver of progress reports while a model loads. It forwards them to a callback and, at intervals, to the log.
+
+    Calling the object reports how many of the model's tensors have been loaded.
+    """
 
     def __init__(self, on_doing: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
-        """`on_doing` receives every report. `clock` returns seconds."""
+        """Create a receiver.
+
+        `on_doing` is called with the text of every report. `clock` returns the time in seconds.
+        """
         self._on_doing = on_doing
         self._clock = clock
         self._started_at = self._told_at = clock()
         self._verb, self._to = "load", ""
 
     def tell(self, doing: str) -> None:
-        """Report a new phase of the start, or progress in the current phase."""
+        """Report the current phase of the worker's start as a text. If the start takes long, the text is logged too."""
         self._on_doing(doing)
         now = self._clock()
         if now - self._told_at >= _INTERVAL:
@@ -29,7 +35,10 @@ class LoadProgress:
             logger.warning("%s", doing)
 
     def begin_tensors(self, quantization: str | None) -> None:
-        """Report that loading of tensors begins. They are quantised to `quantization` unless it is None."""
+        """Report that the model's tensors begin to load.
+
+        They are quantised to `quantization` ("int8" or "int4") meanwhile, unless it is None.
+        """
         self._verb, self._to = ("load", "") if quantization is None else ("quantis", f" to {quantization}")
         self._started_at = self._clock()
         self.tell(f"{self._verb}ing the model{self._to}")

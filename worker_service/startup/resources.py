@@ -13,10 +13,11 @@ _MEMORY_FILES = {
 
 
 def num_usable_cpus(root: Path = Path("/")) -> int:
-    """Return the number of processors that this process may use: its affinity, limited by its control groups' quotas.
+    """Return the number of processors that this process may use, at least 1.
 
-    A fraction of a processor is left out. Threads beyond the quota would all be stopped together in the middle of a
-    step. `root` is for tests.
+    The number is the process's CPU affinity, limited by the CPU quotas of its control groups (cgroups). A fraction of a
+    processor is left out, because threads beyond the quota would all be stopped together in the middle of a step.
+    `root` is the root of the file system; only tests change it.
     """
     quotas = [_num_paid(folder, version) for folder, version in _control_groups("cpu", root)]
     num_paid = min((int(quota) for quota in quotas if quota is not None), default=None)
@@ -25,7 +26,10 @@ def num_usable_cpus(root: Path = Path("/")) -> int:
 
 
 def _num_paid(folder: Path, version: int) -> float | None:
-    """Return the quota of the group in processors, or None if it has no limit."""
+    """Return the CPU quota of a control group (cgroup), in processors, or None if the group has no quota.
+
+    `folder` is the group's folder, and `version` is the version of cgroups.
+    """
     try:
         if version == 2:
             quota, period = (folder / "cpu.max").read_text().split()
@@ -38,9 +42,10 @@ def _num_paid(folder: Path, version: int) -> float | None:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return the available memory in bytes, of the machine or of this process's tightest control group.
+    """Return the memory, in bytes, that this process can still allocate.
 
-    `root` is for tests.
+    This is the smaller of the machine's available memory and the rest of the tightest memory limit among the process's
+    control groups (cgroups). `root` is the root of the file system; only tests change it.
     """
     available = _machine_bytes(root / "proc/meminfo")
     for folder, version in _control_groups("memory", root):
@@ -57,7 +62,10 @@ def _machine_bytes(meminfo: Path) -> int:
 
 
 def _group_bytes(folder: Path, limit_name: str, usage_name: str, reclaimable: tuple[str, str]) -> int | None:
-    """Return the remaining bytes of the control group's limit, or None if it has no limit."""
+    """Return the bytes that a control group (cgroup) may still allocate, or None if it has no memory limit.
+
+    Memory that the kernel can reclaim from the group counts as free.
+    """
     try:
         limit = (folder / limit_name).read_text().strip()
         if limit == "max":
@@ -70,10 +78,11 @@ def _group_bytes(folder: Path, limit_name: str, usage_name: str, reclaimable: tu
 
 
 def _control_groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of this process's control groups and of their ancestors, each with its cgroup version.
+    """Yield the folders of this process's control groups (cgroups) and of their ancestors, each with its version.
 
-    In a container the path may be visible only to the host. The outermost folder is then the container's own. `root` is
-    for tests.
+    The version of cgroups is 1 or 2. `controller` is "cpu" or "memory". In a container the path may be visible only to
+    the host. The outermost folder is then the container's own. `root` is the root of the file system; only tests change
+    it.
     """
     memberships = root / "proc/self/cgroup"
     mounted = root / "sys/fs/cgroup"

@@ -45,7 +45,10 @@ _FUNCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """A row of a warm-up step, without a request. It computes the last `num_new` of its `num_tokens` tokens."""
+    """A sequence of a warm-up step that belongs to no request.
+
+    The step computes the last `num_new` of its `num_tokens` tokens.
+    """
 
     num_tokens: int
     num_new: int
@@ -53,14 +56,14 @@ class TrialRow:
     grammar_id: int = 0
 
     def num_blocks(self, block_size: int) -> int:
-        """Return the number of blocks for the row's tokens."""
+        """Return the number of KV cache blocks that the sequence's tokens need."""
         return -(-self.num_tokens // block_size)
 
 
 def plan_trial(rows: Sequence[TrialRow], block_size: int) -> StepPlan:
-    """Return a plan for an empty table that allocates the rows and computes their new tokens.
+    """Return a step plan that starts the given sequences in an empty worker and computes their new tokens.
 
-    The rows use blocks from 1 on.
+    The sequences use the KV cache blocks from 1 on, each its own blocks.
     """
     openings, next_block = [], 1
     for slot, row in enumerate(rows):
@@ -90,10 +93,11 @@ def plan_trial(rows: Sequence[TrialRow], block_size: int) -> StepPlan:
 
 
 def warm_up(runner: ModelRunner, grammars: EpochGrammars, tell: Callable[[str], object]) -> None:
-    """Run the warm-up steps. Afterwards the cache's content is lost and the table is empty. No epoch has begun.
+    """Run warm-up steps, so that all kernels are compiled before the first request.
 
-    `grammars` are the runner's grammars. If they are supported, some steps have rows with masks. `tell` receives the
-    progress.
+    Call this before the first epoch. Afterwards the KV cache's content is lost and the worker has no running sequences.
+    `grammars` are the runner's grammars. If the worker supports grammars, some steps sample under a grammar mask.
+    `tell` receives the progress.
     """
     has_grammar = _add_grammar(grammars)
     limits = runner.table.limits
@@ -109,7 +113,10 @@ def warm_up(runner: ModelRunner, grammars: EpochGrammars, tell: Callable[[str], 
 
 
 def _add_grammar(grammars: EpochGrammars) -> bool:
-    """Add a trial grammar. Return whether rows can use it."""
+    """Compile a small grammar for the warm-up steps. Return whether it is ready.
+
+    The result is False if the worker does not support grammars, or if the compilation fails or takes too long.
+    """
     if not grammars.reads_any:
         return False
     is_ready, errors = threading.Event(), []
@@ -124,7 +131,7 @@ def _add_grammar(grammars: EpochGrammars) -> bool:
 
 
 def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[TrialRow, ...]]]:
-    """Yield the warm-up steps with their names."""
+    """Yield the warm-up steps: a name for the log, and the sequences of the step."""
     for num_tokens in _doubled(limits.max_num_batched_tokens):
         yield f"prompts of {num_tokens} tokens", _split(num_tokens, limits)
     # The output head multiplies one token of each row, or all tokens of a prompt in parts.
@@ -147,19 +154,25 @@ def _doubled(highest: int) -> list[int]:
 
 
 def _split(num_tokens: int, limits: TableLimits) -> tuple[TrialRow, ...]:
-    """Divide `num_tokens` tokens among the fewest rows that the maximum sequence length permits."""
+    """Divide `num_tokens` tokens among the fewest sequences that the maximum length and the KV cache permit."""
     num_rows = -(-num_tokens // _longest(limits))
     sizes = [num_tokens // num_rows + (i < num_tokens % num_rows) for i in range(num_rows)]
     return tuple(TrialRow(size, size) for size in sizes)
 
 
 def _longest(limits: TableLimits) -> int:
-    """Return the most tokens that a row can have beside another row of one block."""
+    """Return the largest number of tokens of a sequence that still leaves one KV cache block for another sequence.
+
+    The result is at least 1 and at most the maximum length of a sequence.
+    """
     return max(1, min(limits.max_model_len, (limits.num_device_blocks - 1) * limits.block_size))
 
 
 def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
-    """Return whether a plan with these rows is valid."""
+    """Return whether a warm-up step with these sequences stays within the worker's limits.
+
+    The limits are the number of sequences, KV cache blocks, new tokens, and the length of a sequence.
+    """
     num_blocks = sum(row.num_blocks(limits.block_size) for row in rows)
     return (
         len(rows) <= limits.max_num_seqs
@@ -170,12 +183,11 @@ def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
 
 
 def initialize_vector_math() -> None:
-    """Initialize torch's vector math libraries before several threads call them.
+    """Call torch's vector math functions once on one thread, before several threads call them at the same time.
 
-    This calls each function once, with one element, which uses one thread, and one matrix multiplication. MKL detects
-    the processor at the first call of any of its functions, without a lock. If two threads make that call at the same
-    time, one of them may use functions of low accuracy for its share. Processes that are forked later inherit the
-    result.
+    MKL detects the processor at the first call of any of its functions, without a lock. If two threads make that call
+    at the same time, one of them may use functions of low accuracy for its share. This calls each function with one
+    element, which uses one thread, and one matrix multiplication. Processes that are forked later inherit the result.
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1, 1), 0.5, dtype=dtype)
