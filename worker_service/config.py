@@ -17,10 +17,10 @@ _BLOCK_SIZES = {"flash_attn": 256}  # for backends that support no other block s
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """The options of a worker.
+    """The options of a worker process.
 
-    Each field is a flag, an environment variable and a YAML key. A value of None is replaced by a default computed at
-    the start.
+    Each field is a command-line flag, an environment variable and a YAML key. A default of None means that the worker
+    computes the value when it starts.
     """
 
     model: str = option("", "checkpoint directory, GGUF file, or id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
@@ -162,13 +162,13 @@ class WorkerConfig:
     )
 
     def choose_block_size(self) -> int:
-        """Return the requested block size, or the default of the attention backend."""
+        """Return the number of tokens in a KV cache block: the configured size, or the attention backend's default."""
         return self.block_size or _BLOCK_SIZES.get(self.attention_backend, _BLOCK_SIZE)
 
     def validate(self) -> None:
-        """Check the values of all flags.
+        """Check the values of all options.
 
-        Raises ValueError that names the invalid flag, its value and the permitted values.
+        Raises ValueError for the first invalid value. The message names the flag, its value and the permitted values.
         """
         if not self.model:
             raise ValueError("--model is empty; give a checkpoint directory or a GGUF file")
@@ -198,7 +198,7 @@ class WorkerConfig:
             raise ValueError("--tls-client-names needs --tls-client-ca")
 
     def _validate_quantization(self) -> None:
-        """Raise ValueError if `quantization` is combined with an option that cannot multiply with quantised weights."""
+        """Raise ValueError if `quantization` is combined with an option that does not support quantised weights."""
         if self.quantization is not None and self.cpu_products == "onednn":
             raise ValueError(
                 f"--quantization is {self.quantization} and --cpu-products is onednn, which cannot multiply "

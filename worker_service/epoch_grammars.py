@@ -26,23 +26,29 @@ Report = Callable[[GrammarReport], None]
 
 
 class CompileThread:
-    """A thread that builds the compile function and then compiles grammars in the order of submission."""
+    """A thread that compiles grammars for structured output, in the order of submission.
+
+    The thread first builds the compile function, for example from the model's vocabulary.
+    """
 
     def __init__(self, make_compile: Callable[[], Compile]) -> None:
-        """Start the thread. It runs `make_compile` at once, because reading a large vocabulary takes a second."""
+        """Start the thread.
+
+        It calls `make_compile` at once, because reading a large vocabulary takes about a second.
+        """
         self._executor = ThreadPoolExecutor(1, "grammars", _lower_priority)
         self._compile = self._executor.submit(make_compile)
 
     def wait(self) -> None:
-        """Wait until grammars can be compiled. Raises the exception of `make_compile`."""
+        """Wait until the thread is ready to compile grammars. If `make_compile` failed, raise its exception."""
         self._compile.result()
 
     def submit(self, job: Callable[[Compile], None]) -> None:
-        """Queue a job. It should not raise; an exception is logged."""
+        """Queue a function that the thread calls with the compile function. An exception of `job` is only logged."""
         self._executor.submit(lambda: job(self._compile.result())).add_done_callback(_log_failure)
 
     def stop(self) -> None:
-        """Wait for the job in progress and drop the queued jobs."""
+        """Drop the queued grammars, wait for the compilation in progress, and end the thread."""
         self._executor.shutdown(cancel_futures=True)
 
 
@@ -52,7 +58,7 @@ def _log_failure(job: Future[None]) -> None:
 
 
 def _lower_priority() -> None:
-    """Lower the priority of the current thread.
+    """Lower the scheduling priority of the current thread, so that compiling grammars slows down steps less.
 
     On Linux each thread has its own priority. Other systems have one priority per process.
     """
@@ -61,14 +67,14 @@ def _lower_priority() -> None:
 
 
 class EpochGrammars:
-    """The grammars of the current epoch. The compute thread calls its methods; the compile thread prepares grammars.
+    """The grammars that the scheduler has added in the current epoch (its current session with this worker), by id.
 
-    Each added grammar is reported once as ready or failed, to the session that began its epoch. A grammar that is
-    released earlier is not reported.
+    The compute thread calls the methods. The compile thread compiles the grammars. Each added grammar is reported once,
+    as ready or failed, to the session that began its epoch. A grammar that is released earlier is not reported.
     """
 
     def __init__(self, thread: CompileThread | None, vocab_size: int) -> None:
-        """If `thread` is None, grammars are not supported."""
+        """Create an empty set of grammars. If `thread` is None, every plan that adds a grammar is rejected."""
         self._thread = thread
         self.mask_queue = MaskQueue()  # for the rows that use these grammars
         self._vocab_size = vocab_size
@@ -84,20 +90,30 @@ class EpochGrammars:
         return self._thread is not None
 
     def begin(self, epoch: int, report: Report) -> None:
-        """Begin an epoch and forget the grammars of earlier epochs. `report` is called on the compile thread."""
+        """Begin an epoch and forget the grammars of earlier epochs.
+
+        `report` is called on the compile thread when a grammar is ready or has failed.
+        """
         with self._lock:
             self._epoch, self._report = epoch, report
             self._grammars, self._last_id = {}, 0
 
     def apply(self, plan: StepPlan) -> None:
-        """Release and add the grammars that a plan names. Raises WorkerProtocolError for an invalid id or grammar."""
+        """Release and add the grammars that a step plan names.
+
+        Raises WorkerProtocolError if an id or the end tokens of a grammar are invalid.
+        """
         for grammar_id in plan.released_grammar_ids:
             self.release(grammar_id)
         for added in plan.added_grammars:
             self.add(added)
 
     def add(self, added: AddedGrammar) -> None:
-        """Start preparing a grammar. Raises WorkerProtocolError if the grammar or its id is invalid."""
+        """Queue a grammar for compilation, on the compile thread.
+
+        Raises WorkerProtocolError if this worker supports no grammars, or if the grammar's end tokens or its id are
+        invalid.
+        """
         if self._thread is None:
             raise WorkerProtocolError(f"grammar {added.grammar_id} is added, but this worker has no tokenizer for it")
         _check(added, self._vocab_size)
@@ -110,16 +126,16 @@ class EpochGrammars:
         self._thread.submit(lambda compile: self._prepare(grammar, compile))
 
     def release(self, grammar_id: int) -> None:
-        """Forget a grammar, whether it is ready or not. Raises WorkerProtocolError if the id is unknown."""
+        """Forget a grammar, whether it is compiled or not. Raises WorkerProtocolError if no grammar has this id."""
         with self._lock:
             grammar = self._grammars.pop(grammar_id, None)
         if grammar is None:
             raise WorkerProtocolError(f"grammar {grammar_id} is released, but {self._absence(grammar_id)}")
 
     def matcher(self, grammar_id: int) -> Matcher:
-        """Return a new matcher in the initial state of a grammar.
+        """Return a new matcher for a grammar. A matcher tracks the state of one output and computes its token masks.
 
-        Raises WorkerProtocolError if the grammar is not ready.
+        Raises WorkerProtocolError if the grammar is unknown, is not compiled yet, or failed to compile.
         """
         with self._lock:
             grammar = self._grammars.get(grammar_id)
@@ -133,7 +149,7 @@ class EpochGrammars:
         raise WorkerProtocolError(f"a row opens with grammar {grammar_id}, but {reason}")
 
     def close(self) -> None:
-        """End the compile thread and the mask threads."""
+        """End the thread that compiles grammars and the threads that compute token masks."""
         self.mask_queue.close()
         if self._thread is not None:
             self._thread.stop()
@@ -142,11 +158,14 @@ class EpochGrammars:
         return "it was never added" if grammar_id > self._last_id else "it was released before, if it was ever added"
 
     def _is_wanted(self, grammar: "_Grammar") -> bool:
-        """Return whether the grammar is still needed: it has not been released, and its epoch has not ended."""
+        """Return whether a grammar is still needed: it has not been released, and its epoch has not ended."""
         return self._grammars.get(grammar.added.grammar_id) is grammar
 
     def _prepare(self, grammar: "_Grammar", compile: Compile) -> None:
-        """Compile a grammar and report it. Runs on the compile thread."""
+        """Compile a grammar on the compile thread, and report to the scheduler that it is ready or has failed.
+
+        A grammar that is no longer needed is skipped.
+        """
         if not self._is_wanted(grammar):
             return
         matcher, error = grammar.compile(compile)
@@ -159,7 +178,10 @@ class EpochGrammars:
 
 @dataclass(slots=True)
 class _Grammar:
-    """An added grammar. It is ready once `matcher` is set. `matcher` itself always stays in its initial state."""
+    """A grammar that the scheduler has added. It is ready once `matcher` is set.
+
+    The matcher itself always stays in its initial state. Rows use copies of it.
+    """
 
     added: AddedGrammar
     epoch: int
@@ -168,7 +190,7 @@ class _Grammar:
     has_failed: bool = False
 
     def compile(self, compile: Compile) -> tuple[Matcher | None, str]:
-        """Return the matcher and "", or None and the reason of the failure."""
+        """Compile the grammar. Return its matcher and an empty text, or None and the reason why it cannot be used."""
         started, matcher, error = time.perf_counter(), None, ""
         try:
             matcher = compile(self.added.kind.name.lower(), self.added.text, self.added.end_token_ids)
@@ -191,7 +213,10 @@ class _Grammar:
 
 
 def _check(added: AddedGrammar, vocab_size: int) -> None:
-    """Raise WorkerProtocolError if the end tokens are empty, not strictly ascending, or outside the vocabulary."""
+    """Raise WorkerProtocolError if the end tokens of a grammar are invalid.
+
+    They must be at least one token of the vocabulary, in strictly ascending order.
+    """
     ends = added.end_token_ids
     if not ends or any(first >= second for first, second in pairwise(ends)):
         raise WorkerProtocolError(
@@ -202,4 +227,4 @@ def _check(added: AddedGrammar, vocab_size: int) -> None:
 
 
 def _ignore_report(report: GrammarReport) -> None:
-    """Ignore a report: no epoch has begun."""
+    """Ignore the report of a grammar, because no epoch has begun."""

@@ -46,10 +46,10 @@ _LAST_STEP_TIMEOUT_S = 60.0
 
 
 def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
-    """Serve until SIGTERM or SIGINT, and return the process's exit status. A second signal exits at once.
+    """Run the worker until SIGTERM or SIGINT, and return the exit status of the process. A second signal exits at once.
 
-    `refuse` reports why the worker cannot start even if it is tried again, and returns the exit status for that case.
-    Raises OSError for a failure that may be temporary, such as a port in use.
+    `refuse` reports the reason if the worker can never start with this configuration, and returns the exit status for
+    that case. Raises OSError for a failure that may be temporary, such as a port in use.
     """
     exit_with_parent()
     try:
@@ -64,11 +64,11 @@ def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
 
 
 def limit_spinning(environ: MutableMapping[str, str]) -> None:
-    """Let OpenMP threads spin at a barrier for about the length of a gap between operations, then sleep.
+    """Set how long idle OpenMP threads spin before they sleep: about the length of a gap between two operations.
 
-    Call this before torch is imported. By default the threads spin for milliseconds. Each operation then costs a time
-    slice for other processes that need a core, above all the scheduler. Without spinning, each operation costs a
-    wake-up.
+    Call this before torch is imported. By default the threads spin for milliseconds. They then keep a core busy that
+    other processes need, above all the scheduler. Without spinning, each operation would have to wake the threads up.
+    An existing OMP_WAIT_POLICY or GOMP_SPINCOUNT in `environ` is respected.
     """
     if "OMP_WAIT_POLICY" not in environ:
         environ.setdefault("GOMP_SPINCOUNT", "5000")
@@ -76,7 +76,10 @@ def limit_spinning(environ: MutableMapping[str, str]) -> None:
 
 class _WorkerProcess:
     def __init__(self, config: WorkerConfig, refuse: Callable[[str], int], digest: bytes) -> None:
-        """Read the files that the configuration names. Raises ValueError if a file is missing or invalid."""
+        """Read the TLS files and the secret file that the configuration names.
+
+        Raises ValueError if a file is missing or invalid.
+        """
         self._config = config
         self._digest = digest
         self._refuse = refuse
@@ -87,7 +90,7 @@ class _WorkerProcess:
         self._profile: StepProfile | None = None
 
     async def run(self) -> int:
-        """Serve until a signal arrives, and return the exit status.
+        """Load the model and serve schedulers until a signal arrives. Return the exit status of the process.
 
         Raises OSError for a failure that the operator can fix, such as a port in use.
         """
@@ -140,7 +143,10 @@ class _WorkerProcess:
         return tuple(CertificateValidity(flag, int(life.begin), int(life.end)) for flag, life in lives.items())
 
     def _load(self) -> LoadedWorker:
-        """Load the worker. Runs on the compute thread, the only thread that imports torch and calls it."""
+        """Import torch and load the model. Runs on the compute thread, the only thread that calls torch.
+
+        Raises ValueError if torch cannot be imported or if the worker cannot start with this configuration.
+        """
         limit_spinning(os.environ)
         report = LoadProgress(partial(setattr, self.engine, "loading"))
         try:
@@ -167,7 +173,10 @@ class _WorkerProcess:
         return replace(loaded, around_launch=self._profile.around_launch)
 
     async def _until_loaded(self, stop: asyncio.Event) -> bool:
-        """Wait for the worker to load. Return False if a signal stopped it earlier. Raises an error of loading."""
+        """Start the engine and wait until the model is loaded. Return False if a signal arrived earlier.
+
+        If loading fails, its exception is raised.
+        """
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[Exception | None] = loop.create_future()
         self.engine.start(lambda error: loop.call_soon_threadsafe(loaded.set_result, error))
@@ -183,7 +192,10 @@ class _WorkerProcess:
         return True
 
     async def _stop_engine(self) -> None:
-        """Let the running step finish, so that the device is idle afterwards."""
+        """Let the running step finish and stop the engine, so that the device is idle afterwards.
+
+        If the step does not finish in time, end the process at once.
+        """
         if not await asyncio.to_thread(self.engine.stop, _LAST_STEP_TIMEOUT_S):
             exit_process(f"the running step has not finished in {_LAST_STEP_TIMEOUT_S:.0f} s")
         if self._profile is not None and self._profile.num_steps_left:
@@ -202,7 +214,10 @@ def _tracing(config: WorkerConfig) -> "StepTracing | None":
 
 
 def _bind(server: grpc.aio.Server, config: WorkerConfig, tls: TlsFiles | None) -> str:
-    """Bind the port or the socket, and return its address. Raises OSError with a text for people."""
+    """Bind the configured port or Unix socket, and return the address that clients connect to.
+
+    Raises OSError if it cannot be bound. The message is meant for the operator.
+    """
     if config.socket is not None:
         return listen_on_socket(server, config.socket, tls, "--socket")
     port = listen(server, config.host, config.port, tls, "--port")
@@ -210,5 +225,5 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig, tls: TlsFiles | None) -
 
 
 def _names(text: str | None) -> frozenset[str] | None:
-    """Return the names in a comma-separated list, or None, which permits any name."""
+    """Return the names in a comma-separated list. None means that no list was given and any name is permitted."""
     return None if text is None else frozenset(name.strip() for name in text.split(","))

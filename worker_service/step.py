@@ -7,18 +7,21 @@ from pagewire.common.wire.messages import StepResult
 
 
 class LaunchedStep(Protocol):
-    """A step that is in progress or done. Its methods may be called on any thread."""
+    """The interface of a step that has been launched. The step is in progress or done.
+
+    The methods may be called on any thread.
+    """
 
     def is_done(self) -> bool:
-        """Return whether `result` would return at once."""
+        """Return whether the step is done, so that `result` returns without waiting."""
 
     def result(self) -> StepResult:
-        """Wait for the step's result and return it. Call this once per step, in the order of the launches."""
+        """Wait until the step is done and return its result. Call this once per step, in the order of the launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A step that was already done when `launch` returned."""
+    """A step that was already done when it was launched, as on a CPU."""
 
     finished: StepResult
 

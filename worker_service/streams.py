@@ -15,23 +15,29 @@ StreamWork = Callable[[], object]
 
 
 class Stream(Protocol):
-    """A queue of operations on a device, which run in the order in which they were put on it."""
+    """A queue of operations on a device, such as a CUDA stream.
+
+    Operations run in the order in which they were added.
+    """
 
     def run(self, operation: StreamWork) -> None:
         """Put an operation on the stream."""
 
     def record(self) -> torch.cuda.Event:
-        """Return an event that is done when all operations put on the stream so far are done.
+        """Return an event that is done when all operations added to the stream so far are done.
 
-        Any thread may wait for it.
+        Any thread may wait for the event.
         """
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Make all later operations on this stream wait for the event."""
+        """Make all operations that are added to this stream later wait for the event."""
 
 
 class Device(Protocol):
-    """One accelerator. One thread uses it; other threads may use only events and `synchronize`."""
+    """One accelerator, such as a GPU, with its streams. Only one thread may use it.
+
+    Other threads may use only events and `synchronize`.
+    """
 
     torch_device: torch.device
     compute: Stream
@@ -39,14 +45,17 @@ class Device(Protocol):
     moves: Stream  # copies blocks between device and host
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return pinned host memory, which streams copy asynchronously. Its content is undefined."""
+        """Allocate page-locked (pinned) host memory, which streams can copy asynchronously.
+
+        Its content is undefined.
+        """
 
     def capture(self, operation: StreamWork) -> StreamWork:
-        """Run an operation on the compute stream as usual, then capture it as a graph and return a replay function.
+        """Run an operation on the compute stream once, then capture it as a CUDA graph. Return a replay function.
 
-        The replay function puts the graph on the compute stream. A replay reads and writes the same tensors as the
+        The replay function adds the graph to the compute stream. A replay reads and writes the same tensors as the
         captured operation. The graph exists as long as the replay function.
         """
 
     def synchronize(self) -> None:
-        """Wait until all operations on all streams are done."""
+        """Wait until all operations on all streams of the device are done."""

@@ -30,31 +30,44 @@ _MOVE_POLL_INTERVAL_S = 0.001
 
 
 class Runner(Protocol):
-    """A runner, which carries out plans in order."""
+    """The interface of a model runner, which the engine calls on the compute thread.
+
+    It carries out step plans in order.
+    """
 
     def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None]) -> None:
-        """Begin an epoch: wait until all started work has finished, then forget every row.
+        """Begin an epoch, which is one pairing of this worker with a scheduler.
 
-        `report_grammar` is called for each grammar that the epoch's plans add. It may be called on any thread.
+        Wait until all started steps have finished, then forget all running sequences. `report_grammar` is called for
+        each grammar that the epoch's plans add. It may be called on any thread.
         """
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start one plan, after the plans launched earlier. Raises WorkerProtocolError for an invalid plan."""
+        """Start the step of one plan, after the steps launched earlier. Return the step in progress.
+
+        Raises WorkerProtocolError if the plan is invalid.
+        """
 
     def last_moved_step(self) -> int:
-        """Return the last step for which all moves, of it and of earlier plans, are done."""
+        """Return the number of the last step whose KV cache block moves are done.
+
+        The moves of all earlier steps are done too.
+        """
 
     @property
     def is_moving(self) -> bool:
-        """Whether some moves in progress have not yet been reported as done."""
+        """Whether some KV cache block moves are in progress that `last_moved_step` has not yet reported as done."""
 
     def is_fatal(self, error: Exception) -> bool:
-        """Return whether only a new process can compute again. May be called on any thread."""
+        """Return whether `error` means that this process cannot compute any more, so that it must be restarted.
+
+        May be called on any thread.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedWorker:
-    """A runner, the worker's reported capacity, and a function that ends the runner's other threads."""
+    """A loaded model's runner, the capacity to report to the scheduler, and a function that ends other threads."""
 
     runner: Runner
     ready: WorkerCapacity
@@ -65,7 +78,10 @@ class LoadedWorker:
 
 @dataclass(slots=True)
 class EngineSession:
-    """The steps of one epoch. When the session ends, its queued steps are dropped."""
+    """The steps of one session with a scheduler, from the engine's side.
+
+    When the session ends, its queued steps are dropped.
+    """
 
     # called on a thread of the engine; an exception means that the session has ended
     deliver: Callable[[Outcome], object]
@@ -80,21 +96,24 @@ class EngineSession:
         self.has_ended = True
 
     def report_grammar(self, report: GrammarReport) -> None:
-        """Report that a grammar added by the session's plans is ready or cannot be used."""
+        """Report to the scheduler that a grammar is ready or cannot be used. Do nothing if the session has ended."""
         if not self.has_ended:
             self.on_grammar(report)
 
 
 class Engine:
-    """The owner of the compute thread. Its methods may be called from any other thread."""
+    """The owner of the compute thread, on which the model is loaded and every step runs.
+
+    Its methods queue commands for the compute thread. They may be called from any other thread.
+    """
 
     def __init__(
         self, load: Callable[[], LoadedWorker], on_step_done: Callable[[StepPlan, int], None] = lambda plan, ns: None
     ) -> None:
-        """Create an engine. `load` builds the worker on the compute thread.
+        """Create an engine. `load` loads the model; it is called on the compute thread.
 
-        `on_step_done` receives every finished plan and its start time in nanoseconds since 1970. It
-        is called on the thread that delivers the plan's result.
+        `on_step_done` receives the plan of every finished step and the step's start time in nanoseconds since 1970. It
+        is called on the thread that delivers the step's result.
         """
         self._load = load
         self._on_step_done = on_step_done
@@ -108,29 +127,39 @@ class Engine:
 
     @property
     def ready(self) -> WorkerCapacity | None:
-        """The capacity that the worker reports, or None until it is loaded."""
+        """The capacity that the worker reports to the scheduler, or None until the model is loaded."""
         return self._loaded.ready if self._loaded else None
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread is loading, computing, or waiting for a command."""
+        """Whether the compute thread is alive: it is loading, computing, or waiting for a command."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, on_loaded: Callable[[Exception | None], object]) -> None:
-        """Start loading. `on_loaded` is called on the compute thread, with the exception if loading failed, or None."""
+        """Start the compute thread, which loads the model.
+
+        `on_loaded` is called on the compute thread: with None when the model is loaded, or with the exception if
+        loading failed.
+        """
         self._thread = threading.Thread(target=self._run, args=(on_loaded,), name="engine", daemon=True)
         self._thread.start()
 
     def begin(self, session: EngineSession, epoch: int, on_begun: Callable[[], object]) -> None:
-        """Forget every row after all earlier steps have finished, then call `on_begun` on the compute thread."""
+        """Queue the beginning of an epoch: when all earlier steps have finished, the worker forgets its sequences.
+
+        Then `on_begun` is called on the compute thread. If this fails, the error is passed to `session.deliver`.
+        """
         self._commands.put(lambda: self._begin(session, epoch, on_begun))
 
     def submit(self, session: EngineSession, plan: StepPlan) -> None:
-        """Queue a step for computation. Its outcome is passed to `session.deliver`."""
+        """Queue the step of a plan for computation. The result or the exception is passed to `session.deliver`."""
         self._commands.put(lambda: self._step(session, plan))
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the queued commands and end the thread. Return False if it did not end within `timeout_s` seconds."""
+        """Finish the queued steps and end the compute thread.
+
+        Wait at most `timeout_s` seconds for the end of the thread. Return whether the thread has ended.
+        """
         assert self._thread is not None
         self._commands.put(None)
         self._thread.join(timeout_s)
@@ -151,8 +180,10 @@ class Engine:
         self._loaded = None  # closes connections to other ranks before the interpreter exits
 
     def _next_command(self) -> Callable[[], None] | None:
-        """Wait for the next command and return it, or None if the worker is to end. While waiting, report finished
-        block moves."""
+        """Wait for the next command of the compute thread and return it, or None if the thread must end.
+
+        While waiting, report KV cache block moves that have finished.
+        """
         while self._moving is not None and not self._moving.has_ended:
             try:
                 return self._commands.get(timeout=_MOVE_POLL_INTERVAL_S)
@@ -209,7 +240,10 @@ class Engine:
         self._resolver.put(step, launched)
 
     def _resolve(self, step: "_RunningStep", launched: LaunchedStep) -> None:
-        """Wait for a step and deliver its outcome. Runs on the resolver's thread if there is a resolver."""
+        """Wait for the result of a launched step and deliver it, or the error, to the step's session.
+
+        Runs on the resolver's thread if there is a resolver, else on the compute thread.
+        """
         session = step.session
         try:
             result = launched.result()  # also for a session that has ended, so that a lost device is noticed
@@ -225,7 +259,7 @@ class Engine:
         self._on_step_done(step.plan, step.started_ns)
 
     def _wait_for_launched(self) -> None:
-        """Wait until every launched step has been delivered."""
+        """Wait until the results of all launched steps have been delivered to their sessions."""
         if self._resolver is not None:
             self._resolver.settle()
 
@@ -243,7 +277,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class _RunningStep:
-    """A launched plan and its launch time in nanoseconds since 1970."""
+    """A step that has been launched: its session, its plan, and its launch time in nanoseconds since 1970."""
 
     session: EngineSession
     plan: StepPlan
@@ -255,7 +289,10 @@ class _RunningStep:
 
 
 class _Resolver:
-    """The thread that waits for launched steps in order, so that the compute thread need not wait."""
+    """A thread that waits for the results of launched steps in order.
+
+    Meanwhile the compute thread can launch the next step.
+    """
 
     def __init__(self, resolve: Callable[[_RunningStep, LaunchedStep], None]) -> None:
         self._resolve = resolve
@@ -267,11 +304,11 @@ class _Resolver:
         self._launched.put((step, launched))
 
     def settle(self) -> None:
-        """Wait until every queued step has been resolved."""
+        """Wait until the results of all launched steps have been delivered."""
         self._launched.join()
 
     def stop(self) -> None:
-        """Resolve the remaining steps and end the thread."""
+        """Wait for the remaining steps, then end the resolver's thread."""
         self._launched.put(None)
         self._thread.join()
 
@@ -284,13 +321,16 @@ class _Resolver:
 
 
 def exit_process(reason: str) -> NoReturn:
-    """End the process at once with status 1, because a thread hangs in a kernel or the device is lost."""
+    """End the worker process at once with status 1 and log the reason.
+
+    Used if a thread hangs in a kernel or the device is lost, because then only a new process can compute.
+    """
     logger.critical("exiting: %s", reason)
     end_at_once(1)
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End the process with status `code`, whatever its threads do.
+    """End the process with status `code` without waiting for its threads.
 
     Pending log lines are written first, if the log's target accepts them in time.
     """

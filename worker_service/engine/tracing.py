@@ -18,7 +18,10 @@ from pagewire.common.wire.transport.otlp import tracer_provider
 
 @dataclass(slots=True)
 class _Phase:
-    """The current span of a row. Times are in nanoseconds since 1970."""
+    """The current tracing span of one running sequence: its prefill or its decoding.
+
+    Times are in nanoseconds since 1970.
+    """
 
     parent: context.Context
     sequence_id: int
@@ -29,10 +32,16 @@ class _Phase:
 
 
 class StepTracing:
-    """A recorder of spans for every step, in order. The engine calls it on the thread that delivers the step."""
+    """A recorder of OpenTelemetry spans for the sequences of every step. The engine calls it for each step, in order.
+
+    The calls are made on the thread that delivers the step's result.
+    """
 
     def __init__(self, endpoint: str, *, version: str) -> None:
-        """`endpoint` is the address of a collector, http://HOST:PORT for OTLP over gRPC."""
+        """Create a recorder that sends its spans to a collector.
+
+        `endpoint` is the collector's address, http://HOST:PORT for OTLP over gRPC.
+        """
         self._provider = tracer_provider(endpoint, "pagewire-worker", version)
         self._tracer = self._provider.get_tracer("pagewire", version)
         self._propagator = TraceContextTextMapPropagator()
@@ -41,7 +50,10 @@ class StepTracing:
         self._epoch = self._last_step = self._last_ended_ns = 0
 
     def step_done(self, plan: StepPlan, started_ns: int) -> None:
-        """Record a step that began at `started_ns` and has just finished."""
+        """Record the effect of a finished step on the spans of its sequences. `started_ns` is when the step began.
+
+        The time is in nanoseconds since 1970. The step is assumed to have finished just now.
+        """
         if plan.epoch != self._epoch:
             self._end_all()
             self._epoch = plan.epoch
@@ -56,7 +68,7 @@ class StepTracing:
         self._last_step, self._last_ended_ns = plan.step, ended_ns
 
     def close(self) -> None:
-        """End all spans and send the pending ones, as far as the collector accepts them."""
+        """End all tracing spans, and send the spans that are still pending if the collector accepts them in time."""
         self._end_all()
         self._provider.shutdown()
 

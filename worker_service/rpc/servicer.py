@@ -43,7 +43,7 @@ _SHUTTING_DOWN = (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
 
 
 class _SessionEnded(Exception):
-    """The end of a session, with the status that ends its stream."""
+    """Raised to end a session with a scheduler. It carries the gRPC status that ends the session's stream."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -51,7 +51,10 @@ class _SessionEnded(Exception):
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """The service on the event loop. The engine does all computation."""
+    """The worker's gRPC service, by which a scheduler sends step plans and receives results.
+
+    It runs on the event loop. The engine does all computation on its own thread.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         """Create the service.
 
-        `on_stuck` is called when earlier steps do not finish within `begin_timeout_s` of a new session's hello.
+        `on_stuck` is called when the steps of an earlier session do not finish within `begin_timeout_s` seconds after a
+        new session has asked to begin.
 
         A peer must present a certificate with one of `client_names`, and the secret `link_secret`. None disables the
         check. With both None, any scheduler that connects may command this worker.
@@ -93,11 +97,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
 
     def set_loaded(self) -> None:
-        """Allow sessions to begin: the engine has loaded."""
+        """Allow sessions with schedulers to begin. Call this when the engine has loaded the model."""
         self._loaded.set()
 
     async def close(self) -> None:
-        """End the current session, refuse new ones, and return when the scheduler has received the reason."""
+        """End the current session and refuse new sessions, because the worker shuts down.
+
+        Return when the scheduler has received the reason, or after a timeout.
+        """
         self._is_closing = True
         if self._holder:
             self._holder.end(*_SHUTTING_DOWN)
@@ -120,7 +127,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(end.code, str(end))
 
     async def _serve(self, requests: AsyncIterator[pb.ExecuteRequest], context: grpc.aio.ServicerContext) -> None:
-        """Serve one stream until it ends. Raises WorkerProtocolError, _SessionEnded or Unreadable."""
+        """Serve one Execute stream, which is one session with a scheduler, until the scheduler closes it.
+
+        Raises WorkerProtocolError if the scheduler violates the protocol, _SessionEnded if the worker ends the session,
+        and Unreadable if a message cannot be decoded.
+        """
         request = await anext(requests, None)
         if request is None:
             return
@@ -152,7 +163,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 self._holder = None
 
     def _check_peer(self, context: grpc.aio.ServicerContext) -> None:
-        """Raise _SessionEnded if the peer is not an allowed scheduler."""
+        """Raise _SessionEnded if the client is not an allowed scheduler, by its secret and its TLS certificate."""
         self._check_secret(context)
         if self._client_names is None:
             return
@@ -163,9 +174,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise _SessionEnded(grpc.StatusCode.PERMISSION_DENIED, reason)
 
     def _check_secret(self, context: grpc.aio.ServicerContext) -> None:
-        """Raise _SessionEnded if the secret is missing or wrong.
+        """Raise _SessionEnded if the scheduler did not send the secret that this worker requires.
 
-        Also raise it if the peer sends a secret and this worker has no secret file.
+        Also raise it if the scheduler sends a secret and this worker has no --link-secret-file.
         """
         metadata = context.invocation_metadata() or ()
         if self._link_secret is None:
@@ -182,7 +193,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise _SessionEnded(grpc.StatusCode.UNAUTHENTICATED, reason)
 
     async def _begin(self, stream: "_Stream") -> None:
-        """Report the progress of loading, then send the worker's capacity once every earlier step has finished."""
+        """Begin a session: wait until the model is loaded and all earlier steps have finished, then send the capacity.
+
+        While the model loads, send its progress at each heartbeat interval. If earlier steps do not finish in time,
+        `on_stuck` is called.
+        """
         while not self._loaded.is_set():
             await stream.write(WorkerStarting(self._engine.loading))
             with suppress(TimeoutError):
@@ -199,7 +214,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class _Stream:
-    """The RPC of one epoch, from its hello to its end."""
+    """One Execute RPC of a scheduler, which is one session, from the scheduler's hello message to its end."""
 
     def __init__(
         self,
@@ -231,18 +246,21 @@ class _Stream:
         self._written.set()
 
     def end(self, code: grpc.StatusCode, message: str) -> None:
-        """End the session with this status. Its queued steps are dropped."""
+        """End the session with this gRPC status and message. The session's queued steps are dropped."""
         self._finish(_SessionEnded(code, message))
 
     async def exchange(self, heartbeat_interval_s: float) -> None:
         """Receive plans and send results and heartbeats until the scheduler closes the stream.
 
-        Raises the reason if the session ends in another way.
+        Raises _SessionEnded or WorkerProtocolError if the session ends in another way.
         """
         await self.until_ended(self._receive(), self._transmit(), self._beat(heartbeat_interval_s))
 
     async def until_ended(self, *parts: Coroutine[Any, Any, None]) -> None:
-        """Run the coroutines until one of them is done or the session ends. Raises the reason if the session ended."""
+        """Run the coroutines at the same time until the first is done or the session ends, then cancel the others.
+
+        Raises the session's _SessionEnded or WorkerProtocolError if the session ended, or the exception of a coroutine.
+        """
         tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(part) for part in parts]
         try:
             await asyncio.wait([self._end, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -257,7 +275,7 @@ class _Stream:
             self._may_write = True
 
     async def write(self, message: Response) -> None:
-        """Write a message, unless `until_ended` has started to end the coroutines."""
+        """Send a message to the scheduler. Drop the message if `until_ended` is ending the coroutines."""
         if not self._may_write:
             return
         self._written.clear()
@@ -267,7 +285,7 @@ class _Stream:
             self._written.set()
 
     async def _finish_writing(self) -> None:
-        """Stop further writes and wait for a write in progress.
+        """Prevent further messages to the scheduler, and wait a limited time for a write in progress.
 
         gRPC cannot cancel a write, and no status can be sent during a write.
         """

@@ -16,7 +16,10 @@ _MAX_LEAD_S = 24 * 3600.0  # by which a scheduler's clock may be ahead
 
 @dataclass(slots=True)
 class Session:
-    """One epoch. Plans arrive in step order, and at most `pipeline_depth` of them are unfinished."""
+    """The protocol state of one session with a scheduler, identified by its epoch number.
+
+    Plans arrive in step order, and at most `pipeline_depth` plans are unfinished at the same time.
+    """
 
     epoch: int
     instance_id: str
@@ -25,10 +28,10 @@ class Session:
     last_answered_step: int = 0
 
     def plan(self, epoch: int, step: int) -> None:
-        """Record the arrival of a plan.
+        """Record that the plan of a step has arrived from the scheduler.
 
-        Raises WorkerProtocolError if it is not the next plan of this epoch, or if `pipeline_depth` plans are
-        unfinished.
+        Raises WorkerProtocolError if the plan is not the next plan of this session, or if `pipeline_depth` earlier
+        plans are unfinished.
         """
         if epoch != self.epoch:
             raise WorkerProtocolError(f"a plan is of epoch {epoch}, this session is epoch {self.epoch}")
@@ -43,22 +46,26 @@ class Session:
         self.last_planned_step = step
 
     def answer(self, step: int) -> None:
-        """Record that the result of `step`, the oldest unfinished step, is about to be sent."""
+        """Record that the worker is about to send the result of `step`, which must be the oldest unfinished step."""
         assert step == self.last_answered_step + 1 <= self.last_planned_step
         self.last_answered_step = step
 
 
 @dataclass(slots=True)
 class SessionRegister:
-    """The last epoch that this process has accepted, and the scheduler instance that began it."""
+    """The highest epoch number that this worker has accepted, and the scheduler instance that sent it.
+
+    It decides whether a scheduler may begin a session.
+    """
 
     last_epoch: int = 0
     instance_id: str = ""
 
     def hello(self, hello: Hello, now: float) -> Session | Refusal:
-        """Begin an epoch, or return the reason for a refusal. `now` is seconds of Unix time.
+        """Handle the first message of a scheduler: return a new session, or the reason why the scheduler is refused.
 
-        Raises WorkerProtocolError if `pipeline_depth` is 0 or `instance_id` is empty.
+        `now` is the current time in seconds of Unix time. Raises WorkerProtocolError if `pipeline_depth` is 0 or
+        `instance_id` is empty.
         """
         if hello.protocol_version != PROTOCOL_VERSION:
             message = f"this worker speaks protocol version {PROTOCOL_VERSION}, not {hello.protocol_version}"

@@ -33,48 +33,55 @@ from worker_service.step import LaunchedStep
 
 
 class Computation(Protocol):
-    """A computation of rows of the table. It stores sampled tokens where the rows' next step reads them.
+    """The interface of a model's computation on a CPU or a GPU, for the rows (running sequences) of a step.
 
-    Memory is allocated when a step is launched. A launch that raises because of insufficient memory has changed
-    nothing.
+    It stores sampled tokens where the next step reads them. Memory is allocated when a step is launched. A launch that
+    raises because of insufficient memory has changed nothing.
     """
 
     table: SequenceTable
     num_graphs: int  # number of graphs that `capture_graphs` captures
 
     def capture_graphs(self, sum_of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Capture the graphs that fit the memory and log a warning for the others. Call this before the first plan.
+        """Capture the CUDA graphs that fit the memory, and log a warning for the others.
 
-        If the graphs contain communication between ranks, pass the ranks' `all_reduce` as `sum_of_ranks`. Then all
-        ranks must call this before the first plan of each epoch, since a capture exchanges the same data as a step. In
-        that case the method raises if memory does not suffice, and from the next epoch on all ranks skip a graph that
-        did not fit one of them.
+        If the graphs contain communication between tensor-parallel ranks, pass the ranks' `all_reduce` as
+        `sum_of_ranks`. Then all ranks must call this before the first plan of each epoch, since a capture exchanges the
+        same data as a step. In that case the method raises if memory does not suffice, and from the next epoch on all
+        ranks skip a graph that did not fit one of them. Without such communication, call this once, before the first
+        plan.
         """
 
     def drop_graphs(self) -> None:
-        """Forget all graphs. No graph is replayed before the next `capture_graphs`."""
+        """Discard all captured CUDA graphs. No graph is replayed before the next `capture_graphs`."""
 
     def run_graphs_uncaptured(self) -> None:
-        """Run the operations of the largest graphs without capturing them. Call this instead of `capture_graphs`.
+        """Run the operations of the largest CUDA graphs without capturing them, to measure their memory use.
 
-        There must be at least one graph.
+        Call this instead of `capture_graphs`. There must be at least one graph size.
         """
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], LaunchedStep]:
-        """Apply the plan's changes of the table and return a function that launches `rows`, which may be empty.
+        """Apply a plan's changes to the device's copy of the sequence table. Return a function that launches the step.
 
-        If the function raises, it may be called again.
+        The function computes `rows`, which may be empty. If it raises, it may be called again.
         """
 
     def launch(self, step: BegunStep, rows: WorkingRows) -> LaunchedStep:
-        """Launch a part of a step that has been prepared."""
+        """Launch a part of a step, after `prepare` has been called for the step.
+
+        Used if the whole step does not fit into memory.
+        """
 
     def synchronize(self) -> None:
-        """Wait until all launched work is done. Raises if the device is lost."""
+        """Wait until all launched steps are done. Raises an exception if the device is lost."""
 
 
 class ModelRunner:
-    """A runner of step plans for one model, with its KV cache and its table of running sequences."""
+    """A runner that carries out the scheduler's step plans for one model.
+
+    It has the KV cache and the table of running sequences.
+    """
 
     def __init__(
         self,
@@ -84,7 +91,7 @@ class ModelRunner:
         splits_steps: bool = True,
         grammars: EpochGrammars | None = None,
     ) -> None:
-        """If `splits_steps` is set, compute a step in parts when memory does not suffice.
+        """Create a runner. If `splits_steps` is set, a step for which memory does not suffice is computed in parts.
 
         If `grammars` is None, the runner rejects plans with grammars.
         """
@@ -100,7 +107,10 @@ class ModelRunner:
         self._is_out_of_memory = is_out_of_memory if splits_steps else lambda error: False
 
     def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None] = lambda report: None) -> None:
-        """Begin an epoch: wait until all started work has finished, then forget every row. See `Runner.reset`."""
+        """Begin an epoch: wait until all started steps have finished, then forget all running sequences.
+
+        See `Runner.reset`.
+        """
         if self._communicator.size > 1:  # the graphs contain the previous epoch's connections, which end now
             self.computation.drop_graphs()
             self._must_capture = True
@@ -111,8 +121,10 @@ class ModelRunner:
         self._grammars.begin(epoch, report_grammar)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start one plan, after the plans launched earlier. See `Runner.launch`. Raises WorkerProtocolError for an
-        invalid plan, before any block is changed."""
+        """Start the step of one plan, after the steps launched earlier. See `Runner.launch`.
+
+        Raises WorkerProtocolError if the plan is invalid, before any KV cache block is changed.
+        """
         # by the first plan of an epoch, all ranks have joined the epoch, so they can communicate
         if self._must_capture:
             self.computation.capture_graphs(self._communicator.all_reduce)
@@ -131,22 +143,25 @@ class ModelRunner:
         return launched
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one plan and return its result."""
+        """Carry out the step of one plan, wait until it is done, and return its result."""
         return replace(self.launch(plan).result(), last_moved_step=self._cache.last_moved_step())
 
     def last_moved_step(self) -> int:
-        """Return the last step of this epoch for which all moves, of it and of earlier plans, are done."""
+        """Return the number of the last step whose KV cache block moves are done.
+
+        The moves of all earlier steps are done too.
+        """
         return self._cache.last_moved_step()
 
     @property
     def is_moving(self) -> bool:
-        """Whether some moves in progress have not yet been reported as done."""
+        """Whether some KV cache block moves are in progress that `last_moved_step` has not yet reported as done."""
         return self._cache.is_moving
 
     def is_fatal(self, error: Exception) -> bool:
-        """Return whether `error` means that the device is lost.
+        """Return whether `error` means that the device is lost, so that only a new process can compute.
 
-        This is also true if waiting for the device fails, but never for a WorkerProtocolError.
+        The result is also True if waiting for the device fails. It is always False for a WorkerProtocolError.
         """
         if isinstance(error, WorkerProtocolError):
             return False
@@ -157,7 +172,10 @@ class ModelRunner:
         return is_fatal(error)
 
     def _launch(self, step: BegunStep, rows: WorkingRows) -> LaunchedStep:
-        """Launch the rows of a step, in several parts if memory does not suffice or if some rows have failed."""
+        """Launch the rows of a step (the worker's state of its running sequences), and return the step in progress.
+
+        The step is split into several parts if memory does not suffice. Rows that have failed are not computed.
+        """
         good_rows = self._without_failed(rows)
         launch = self.computation.prepare(step, good_rows)
         if not len(rows.slots):
@@ -174,7 +192,10 @@ class ModelRunner:
         return _SplitStep(step, StepOutline.of(self.table, rows), parts)
 
     def _without_failed(self, rows: WorkingRows) -> WorkingRows:
-        """Return the rows that have not failed. Rows that failed in an earlier step fail in each later step too."""
+        """Return the rows of a step without rows (running sequences) that failed in an earlier step.
+
+        A failed row also fails in this step.
+        """
         has_failed = self.table.has_failed[rows.slots]
         if not has_failed.any():
             return rows
@@ -182,7 +203,7 @@ class ModelRunner:
         return rows.take(~has_failed)
 
     def _give_up(self, rows: WorkingRows) -> None:
-        """Mark rows as failed and fill the positions that they should have written with NaN.
+        """Mark rows (running sequences) as failed, and fill the KV cache positions of their new tokens with NaN.
 
         Failed rows are not computed in this step or in any later step.
         """
@@ -193,7 +214,7 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class _SplitStep:
-    """A launched step that was split into parts. See `LaunchedStep`."""
+    """A launched step that is computed in several parts, because memory did not suffice or some sequences failed."""
 
     step: BegunStep
     outline: StepOutline

@@ -21,10 +21,16 @@ _NUM_TRACED_UNKEPT = 3  # the last of them, which the profiler warms up on so th
 
 
 class StepProfile:
-    """A profiler that writes one trace of some steps. Use it on the thread that launches steps."""
+    """A torch profiler that writes one trace of the first steps after a warm-up.
+
+    Use it on the thread that launches steps.
+    """
 
     def __init__(self, num_steps: int, directory: Path) -> None:
-        """Create `directory` if it does not exist. Raises ValueError if it cannot be created."""
+        """Create the profiler, and the directory for its trace if it does not exist.
+
+        Raises ValueError if the directory cannot be created.
+        """
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -36,7 +42,7 @@ class StepProfile:
 
     @contextmanager
     def around_launch(self, plan: StepPlan) -> Iterator[None]:
-        """Profile the launch of a plan inside this context, if the plan is among the steps to trace."""
+        """Profile the launch of a plan's step inside this context, if the step is among the steps to trace."""
         if not self.num_steps_left:
             yield
             return
