@@ -54,7 +54,10 @@ from worker_service.streams import Device
 
 
 class DeviceComputation:
-    """A computation of rows on an accelerator. See `Computation`."""
+    """The computation of a model's steps on a GPU. It implements the interface `Computation`.
+
+    The next step can be launched while the GPU still computes the previous step.
+    """
 
     def __init__(
         self,
@@ -67,9 +70,9 @@ class DeviceComputation:
         max_graph_batch_size: int = 0,
         max_graph_tokens: int = 0,
     ) -> None:
-        """Create the computation. `layers` are the layers of the KV cache.
+        """Create the computation. `layers` are the KV cache's tensors for each layer of the model.
 
-        Graphs are captured for decode batches of up to `max_graph_batch_size` rows, and for other steps of up to
+        CUDA graphs are captured for decode batches of up to `max_graph_batch_size` rows, and for other steps of up to
         `max_graph_tokens` tokens. If `max_graph_batch_size` is 0, no graphs are captured.
         """
         limits = table.limits
@@ -93,37 +96,49 @@ class DeviceComputation:
         device.synchronize()  # tensors that were created on another stream are then visible to all streams
 
     def capture_graphs(self, sum_of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Capture the graphs that fit the memory and log a warning for the others. See `Computation.capture_graphs`."""
+        """Capture the CUDA graphs that fit the memory and log a warning for the others.
+
+        See `Computation.capture_graphs`.
+        """
         agree = None if sum_of_ranks is None else partial(self._agree, sum_of_ranks)
         self._mixed_graphs.capture(self._forward, agree)
         self._graphs.capture(self._decode, self._sample_decoded, agree)
 
     def drop_graphs(self) -> None:
-        """Forget all graphs. See `Computation.drop_graphs`."""
+        """Discard all captured CUDA graphs. See `Computation.drop_graphs`."""
         self._mixed_graphs.captured.drop()
         self._graphs.captured.drop()
 
     def run_graphs_uncaptured(self) -> None:
-        """Run the operations of the largest graphs without capturing them. See `Computation.run_graphs_uncaptured`."""
+        """Run the operations of the largest CUDA graphs without capturing them.
+
+        See `Computation.run_graphs_uncaptured`.
+        """
         self._mixed_graphs.run_uncaptured(self._forward)
         self._graphs.run_uncaptured(self._decode, self._sample_decoded)
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], LaunchedStep]:
-        """Plan the table edits and the work of a step, and send both in one upload. See `Computation.prepare`."""
+        """Upload the inputs of a step and the changes of the sequence table to the GPU, in one copy.
+
+        Return a function that launches the step. See `Computation.prepare`.
+        """
         work = self._work(rows)
         edits = self._device_table.plan_edits(step.plan, self.table, work.upload)
         return self._send(step, work, edits)
 
     def launch(self, step: BegunStep, rows: WorkingRows) -> LaunchedStep:
-        """Launch a part of a step that has been prepared. See `Computation.launch`."""
+        """Launch a part of a step after `prepare` has been called for the step. See `Computation.launch`."""
         return self._send(step, self._work(rows), [])()
 
     def synchronize(self) -> None:
-        """Wait until all launched work is done. See `Computation.synchronize`."""
+        """Wait until all launched steps are done. See `Computation.synchronize`."""
         self._device.synchronize()
 
     def _agree(self, sum_of_ranks: Callable[[Tensor], Tensor], flags: Sequence[bool]) -> list[bool]:
-        """Return for each flag whether any rank has set it."""
+        """Combine flags across tensor-parallel ranks. Return for each flag whether any rank has set it.
+
+        `sum_of_ranks` returns the sum of a tensor over all ranks. All ranks must call this method.
+        """
         counts = torch.tensor(flags, dtype=torch.int32, device=self._device.torch_device)
         summed = OnDevice()
         self._device.synchronize()  # `torch.tensor` copied the counts on another stream
@@ -137,9 +152,9 @@ class DeviceComputation:
         return _Work(rows, sampling, self._model.network.hidden_size)
 
     def _send(self, step: BegunStep, work: "_Work", edits: list[Edit]) -> Callable[[], LaunchedStep]:
-        """Send the inputs of the work and of the edits in one upload, and carry out the edits.
+        """Upload the inputs of a launch and of the edits of the GPU's sequence table, and carry out the edits.
 
-        Return a function that launches the work.
+        Return a function that launches the computation. `work` describes the rows to compute.
         """
         put = self._plan_work(work) if len(work.rows.slots) else None
         if work.upload.size:
@@ -158,9 +173,9 @@ class DeviceComputation:
         return launch
 
     def _plan_work(self, work: "_Work") -> Callable[[], None]:
-        """Add the inputs of `work` to its upload, and return a function that enqueues the computation after the upload.
+        """Add the inputs of a launch to its upload. Return a function that enqueues the computation after the upload.
 
-        `work` must have at least one row.
+        The computation replays a CUDA graph if one fits the rows. There must be at least one row.
         """
         rows = work.rows
         is_decode = bool(rows.samples.all()) and bool((rows.num_new_tokens == 1).all())
@@ -170,7 +185,7 @@ class DeviceComputation:
         return self._plan_mixed(work, int(rows.num_new_tokens.sum()))
 
     def _plan_mixed(self, work: "_Work", num_tokens: int) -> Callable[[], None]:
-        """Return a function that launches any mix of rows.
+        """Return a function that enqueues the computation of rows that decode and rows that prefill, in any mix.
 
         The function replays the CUDA graph of the next larger number of tokens, if one was captured.
         """
@@ -194,7 +209,10 @@ class DeviceComputation:
         return put
 
     def _plan_decode(self, work: "_Work", size: int) -> Callable[[], None]:
-        """Return a function that launches rows that decode one token each, by the CUDA graphs of batch size `size`."""
+        """Return a function that enqueues the computation of rows that decode one token each.
+
+        The function replays the CUDA graphs of batch size `size`.
+        """
         rows, sampling, buffers = work.rows, work.sampling, self._graphs.buffers[size]
         padded = work.upload.add(self._graphs.padded(rows.slots, rows.ends, size))
         packing = None
@@ -217,7 +235,10 @@ class DeviceComputation:
         return put
 
     def _follow(self, step: BegunStep, work: "_Work", buffer: PinnedBuffer) -> LaunchedStep:
-        """Copy the results to the host after the work. Return the step in progress."""
+        """Enqueue the copy of a launch's results to the host, after the computation. Return the step in progress.
+
+        `buffer` is the pinned host memory that receives the results.
+        """
         target, sampled = buffer.tensor[: work.num_copied], work.sampled
         if sampled is not None:
             self._device.compute.run(lambda: target.copy_(sampled.flatten(), non_blocking=True))
@@ -234,14 +255,18 @@ class DeviceComputation:
     def _compute(
         self, work: "_Work", rows: OrderedRows, places: Sequence[slice], indices: slice, packing: PackedSampling
     ) -> None:
-        """Compute any mix of rows. `places` are the slices of the rows' columns in the upload."""
+        """Compute rows that decode and rows that prefill, in any mix, without a CUDA graph.
+
+        `places` are the slices of the rows' columns in the upload. `indices` is the slice of the upload with the
+        indexes of the tokens after which a row samples.
+        """
         columns = [work.packed.tensor[place] for place in places]
         hidden = self._forward(rows.inputs(columns, self.table.limits.block_size))
         self._read_hidden(work, hidden, indices, packing)
 
     @torch.inference_mode()
     def _read_hidden(self, work: "_Work", hidden: Tensor, sampling_indices: slice, packing: PackedSampling) -> None:
-        """Sample, compute prompt log probabilities and pool.
+        """Compute the results of a step from its hidden states: samples, prompt log probabilities and embeddings.
 
         `hidden` [T, hidden_size] contains the final hidden states of all tokens.
         """
@@ -261,7 +286,10 @@ class DeviceComputation:
 
     @torch.inference_mode()
     def _sample(self, work: "_Work", logits: Tensor, packing: PackedSampling, others: list[Tensor]) -> None:
-        """Sample from `logits`. The results are the samples followed by `others`."""
+        """Sample a token for each row from `logits`, and store the results in one tensor for the copy to the host.
+
+        The samples are followed by `others`, such as prompt log probabilities.
+        """
         packed, table = work.packed.tensor, self._device_table
         token_counts = table.token_counts if packing.is_penalized else None
         columns, target = packing.columns(packed, table), packing.target(packed, table)
@@ -271,7 +299,7 @@ class DeviceComputation:
 
     @torch.inference_mode()
     def _decode(self, buffers: DecodeBuffers) -> None:
-        """Compute the logits of a batch of decoding rows.
+        """Run the forward pass of a batch of decoding rows, up to the logits.
 
         Both CUDA graphs of each batch size contain this operation.
         """
@@ -280,7 +308,7 @@ class DeviceComputation:
 
     @torch.inference_mode()
     def _sample_decoded(self, buffers: DecodeBuffers) -> None:
-        """Sample a batch of rows that need only a token.
+        """Sample a token for each row of a decode batch whose rows need no log probabilities or other results.
 
         The second CUDA graph of each batch size contains this operation.
         """
@@ -289,7 +317,7 @@ class DeviceComputation:
         self._sampler.sample(buffers.logits, columns, None, None, table.target(inputs.row_slots, buffers.sampled))
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        """Compute the hidden states of any mix of rows.
+        """Run the model's forward pass for the tokens of a step. Return the hidden states [T, hidden_size].
 
         The CUDA graph of each number of tokens contains this operation.
         """
@@ -303,7 +331,7 @@ def _apply(edit: Edit, packed: OnDevice) -> None:
 
 @dataclass(slots=True)
 class _Work:
-    """The rows of one launch, and the values that its operations pass to one another."""
+    """The rows of one launch on the GPU, and the values that the operations of the launch pass to one another."""
 
     rows: WorkingRows
     sampling: StepSampling
@@ -319,18 +347,21 @@ class _Work:
 
     @property
     def num_values(self) -> int:
-        """The number of values that the host reads."""
+        """The number of int32 and float32 values that the host reads as the results of this launch."""
         num_pooled = sum(chunk.is_last for chunk in self.pooled)
         num_others = sum(chunk.num_values for chunk in self.chunks) + self.hidden_size * num_pooled
         return self.sampling.num_values + num_others
 
     @property
     def num_copied(self) -> int:
-        """The number of values copied to the host. In a graph's step this includes the padding rows."""
+        """The number of values copied to the host.
+
+        For a replayed decode graph this includes the graph's padding rows.
+        """
         return self.num_values if self.sampled is None else self.sampled.numel()
 
     def values(self, copied: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the values that the host reads, without the padding rows."""
+        """Return the values that the host reads from the copied results, without a graph's padding rows."""
         if self.sampled is None:
             return copied
         return copied[: self.num_copied].reshape(2, -1)[:, : self.sampling.num_rows].ravel()
@@ -338,7 +369,10 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _StepInProgress:
-    """A step in progress: see `LaunchedStep`. It keeps the tensors that the copy to the host reads and writes alive."""
+    """A step that the GPU computes. It implements the interface `LaunchedStep`.
+
+    The object keeps the tensors alive that the copy of the results reads and writes.
+    """
 
     step: BegunStep
     work: _Work
@@ -363,14 +397,18 @@ class _StepInProgress:
 
 @dataclass(slots=True)
 class StepTimer:
-    """A timer for the durations of consecutive steps on a device."""
+    """A timer for the durations of consecutive steps on a GPU.
+
+    A step can be launched before the previous step ends.
+    """
 
     _last_done_ns: int = 0
 
     def duration_us(self, launched_ns: int) -> int:
-        """Return the duration in microseconds of a step that has just finished.
+        """Return the duration, in microseconds, of a step that has just finished.
 
         The duration starts at the launch of the step, or at the end of the previous step if that was later.
+        `launched_ns` is a time of `time.perf_counter_ns`.
         """
         began_ns, self._last_done_ns = max(launched_ns, self._last_done_ns), time.perf_counter_ns()
         return (self._last_done_ns - began_ns) // 1000

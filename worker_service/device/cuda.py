@@ -18,7 +18,7 @@ _TEXTS = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAI
 
 
 class CudaStream:
-    """A queue of operations on a CUDA device, which run in order. See `Stream`."""
+    """A CUDA stream: a queue of GPU operations that run in order. It implements the interface `Stream`."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -38,7 +38,10 @@ class CudaStream:
 
 
 class CudaDevice:
-    """A CUDA device. All graphs share one memory pool, because only one graph runs at a time. See `Device`."""
+    """A CUDA GPU with its streams. It implements the interface `Device`.
+
+    All CUDA graphs share one memory pool, because only one graph runs at a time.
+    """
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -73,7 +76,10 @@ class CudaDevice:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether `error` reports a failed allocation, so that a smaller part of the same work could succeed."""
+    """Return whether `error` reports a failed memory allocation on the GPU or the host.
+
+    After such an error the device still works, so a smaller part of the same work could succeed.
+    """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, torch.AcceleratorError):
@@ -82,8 +88,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Return whether `error` is a permanent device error.
+    """Return whether `error` is a permanent error of the GPU.
 
-    Every later call then fails too, until a new process starts.
+    After such an error every later CUDA call fails too, until a new process starts.
     """
     return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)

@@ -25,9 +25,9 @@ _SIZE_STEP = 8
 
 
 def graph_sizes(max_graph_batch_size: int, max_num_seqs: int) -> tuple[int, ...]:
-    """Return the batch sizes to capture: 1, 2, 4, 8, 16, 24, ... up to the smaller of both arguments.
+    """Return the batch sizes for which decode CUDA graphs are captured: 1, 2, 4, 8, 16, 24, and so on.
 
-    The result is empty if either argument is 0.
+    The last size is the smaller of both arguments. The result is empty if either argument is 0.
     """
     largest = min(max_graph_batch_size, max_num_seqs)
     sizes = [size for size in (*_FINE_SIZES, *range(_SIZE_STEP, largest, _SIZE_STEP)) if size < largest]
@@ -36,9 +36,10 @@ def graph_sizes(max_graph_batch_size: int, max_num_seqs: int) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """The tensors that a CUDA graph for `size` rows reads and writes, at the same address in every step.
+    """The tensors that the CUDA graphs of one decode batch size read and write, at the same address in every step.
 
     Attributes:
+        inputs: the tokens and rows of the step.
         logits: [size, vocab_size] float32, which sampling overwrites.
         sampled: [2, size] int32: tokens, and whether their logits contain NaN.
     """
@@ -49,10 +50,16 @@ class DecodeBuffers:
 
 
 class DecodeGraphs:
-    """The decode graphs by batch size. No graph exists before `capture`."""
+    """The CUDA graphs of steps in which every sequence decodes one token, by batch size.
+
+    `capture` creates the graphs.
+    """
 
     def __init__(self, sizes: Sequence[int], limits: TableLimits, device: Device) -> None:
-        """`sizes` must ascend. If it is empty, no graphs are captured."""
+        """Allocate the memory that the graphs read and write. `sizes` are the batch sizes, in ascending order.
+
+        If `sizes` is empty, no graphs are captured.
+        """
         largest = max(sizes, default=0)
         self._limits = limits
         self._device = device
@@ -70,7 +77,10 @@ class DecodeGraphs:
         sample: Callable[[DecodeBuffers], None],
         agree: Agree | None,
     ) -> None:
-        """Capture `forward` alone, and `forward` followed by `sample`, over padding rows. See `SizedGraphs.capture`."""
+        """Capture two CUDA graphs for each batch size: `forward` alone, and `forward` followed by `sample`.
+
+        The captured operations run over padding rows. See `SizedGraphs.capture`.
+        """
 
         def forward_and_sample(buffers: DecodeBuffers) -> None:
             forward(buffers)
@@ -84,19 +94,25 @@ class DecodeGraphs:
         self.captured.capture(capture_size, agree)
 
     def run_uncaptured(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
-        """Run both operations for the largest size without capturing them. There must be at least one size."""
+        """Run `forward` and `sample` for the largest batch size without capturing them, to measure their memory.
+
+        There must be at least one batch size.
+        """
         buffers = self._padding(self.captured.sizes[-1])
         self._device.compute.run(partial(forward, buffers))
         self._device.compute.run(partial(sample, buffers))
 
     def _padding(self, size: int) -> DecodeBuffers:
-        """Return the buffers of a batch size, filled with padding rows."""
+        """Return the tensors of the CUDA graphs of one batch size, filled with padding rows."""
         padding = torch.from_numpy(self.padded(np.empty(0, np.int64), np.empty(0, np.int64), size))
         self._device.compute.run(partial(self.set_rows, padding))
         return self.buffers[size]
 
     def padded(self, slots: NDArray[np.int64], seq_lens: NDArray[np.int64], size: int) -> NDArray[np.int32]:
-        """Return the rows in the layout that a graph of that size reads: slots, then lengths, each column aligned."""
+        """Return the slots and lengths of a decode batch in the layout that the CUDA graphs of size `size` read.
+
+        The result is int32: all slots, then all lengths. Each of the two columns is padded to `size` rows and aligned.
+        """
         rows = np.zeros((2, aligned(size)), np.int32)
         rows[0] = self._limits.max_num_seqs  # the scratch slot
         rows[0, : len(slots)] = slots
@@ -104,24 +120,27 @@ class DecodeGraphs:
         return rows.ravel()
 
     def set_rows(self, rows: Tensor) -> None:
-        """Copy a step's `padded` rows to the memory that its graphs read. Must run on the compute stream."""
+        """Copy a step's rows, as returned by `padded`, to the memory that the CUDA graphs read.
+
+        Must run on the compute stream.
+        """
         self._rows[: len(rows)].copy_(rows)
 
     def rows(self, size: int) -> Tensor:
-        """Return the memory from which the graphs of that size read a step's `padded` rows."""
+        """Return the memory from which the CUDA graphs of this batch size read the rows that `padded` returns."""
         return self._rows[: 2 * aligned(size)]
 
     def forward(self, size: int) -> None:
-        """Enqueue the forward pass of the graph for `size` rows on the compute stream.
+        """Enqueue the CUDA graph of the forward pass for `size` rows on the compute stream.
 
-        It reads the rows and writes `DecodeBuffers.logits`.
+        The graph reads the rows that `set_rows` stored, and writes `DecodeBuffers.logits`.
         """
         self.captured[size][0]()
 
     def forward_and_sample(self, size: int) -> None:
-        """Put the forward pass and plain sampling on the compute stream.
+        """Enqueue the CUDA graph of the forward pass and plain sampling for `size` rows on the compute stream.
 
-        The sampled tokens are written to the table and to `DecodeBuffers.sampled`.
+        The sampled tokens are written to the GPU's sequence table and to `DecodeBuffers.sampled`.
         """
         self.captured[size][1]()
 

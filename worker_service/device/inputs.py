@@ -15,9 +15,9 @@ from worker_service.rows import WorkingRows
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """T tokens of any mix of S rows, in the layout that a device reads.
+    """The T new tokens and the S rows of a step, in the layout that a GPU reads. Rows may decode or prefill in any mix.
 
-    They belong to one step, or to every step of a graph.
+    The inputs belong to one step, or to every step that replays one CUDA graph.
 
     Attributes:
         token_slots, token_lengths: [T] int32, for each token the slot of its row, and the row's number of tokens up to
@@ -39,7 +39,10 @@ class StepInputs:
     num_blocks: int | None = None
 
     def gather(self, table: DeviceTable) -> tuple[GatheredTokens, AttentionBatch]:
-        """Return the gathered tokens and their attention batch."""
+        """Read the step's tokens and block tables from the GPU's sequence table.
+
+        Return the tokens, and the batch that the attention backend needs.
+        """
         tokens = table.tokens(self.token_slots, self.token_lengths, self.row_slots, self.num_blocks)
         attention = AttentionBatch(
             query_start_loc=self.host_query_start_loc,
@@ -53,7 +56,9 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class OrderedRows:
-    """The rows of a step on the host, rows with one token first, and their tokens in that order.
+    """The rows of a step in the order in which a GPU computes them: rows with one new token come first.
+
+    The object is on the host. A row is the worker's state of one running sequence.
 
     Attributes:
         columns: [T], [T], [S], [S] and [S + 1], the first five fields of `StepInputs`.
@@ -78,7 +83,10 @@ class OrderedRows:
         return OrderedRows(ordered, columns, token_starts, last_tokens[rows.samples])
 
     def inputs(self, columns: Sequence[Tensor], block_size: int) -> StepInputs:
-        """Return the inputs of this step alone, which must have rows. `columns` are the rows' columns on the device."""
+        """Return the GPU inputs of this step without a CUDA graph. There must be at least one row.
+
+        `columns` are the values of `self.columns` on the GPU.
+        """
         seq_lens = self.rows.ends.tolist()
         token_slots, token_lengths, row_slots, device_seq_lens, query_start_loc = columns
         return StepInputs(

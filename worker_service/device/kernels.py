@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The functions of `pagewire.kernels.sampling` and `pagewire.kernels.gathering`, or faster equivalents."""
+    """The functions that sample tokens and gather a step's inputs: the reference in torch, or faster Triton kernels.
+
+    The modules `pagewire.kernels.sampling` and `pagewire.kernels.gathering` specify the functions.
+    """
 
     sample: Callable[[Tensor, SamplingColumns, Tensor | None, int | None, TokenTarget | None], SampledTokens]
     count_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -40,9 +43,10 @@ REFERENCE = Sampler(
 
 
 def create_sampler(vocab_size: int) -> Sampler:
-    """Return the Triton kernels if they can be used, else the reference functions, which sample row by row.
+    """Return the Triton kernels for sampling if they can be used, else the reference functions.
 
-    A fallback is logged as a warning.
+    The reference functions sample row by row, which is slow, so a warning is logged. Triton may be missing, or the
+    vocabulary may be too large for its kernels.
     """
     try:
         from pagewire.kernels.triton import gathering as triton_gathering
@@ -63,9 +67,9 @@ def create_sampler(vocab_size: int) -> Sampler:
 
 
 def create_device_operations(listed: OperationList, device: torch.device) -> Operations:
-    """Return Triton operations if Triton is installed and they support the model, else plain torch.
+    """Return the implementation of the model's operations on a GPU: Triton kernels, or else plain torch.
 
-    A fallback is logged as a warning with its reason.
+    Plain torch is used if Triton is not installed or does not support the model. The reason is logged as a warning.
     """
     try:
         from worker_service.device.triton_operations import TritonOperations

@@ -24,7 +24,7 @@ _STEPS_PER_DOUBLING = 4
 
 
 def token_counts(max_graph_tokens: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Return the numbers of tokens to capture: 16, 32, 48, 64, 80, ..., 128, 160, ..., 256, 320, ...
+    """Return the numbers of tokens for which CUDA graphs are captured: 16, 32, 48, ..., 128, 160, ..., 256, 320, ...
 
     The last number is the smaller of both arguments. From 64 on, each number is at most a quarter larger than the
     previous one.
@@ -38,10 +38,10 @@ def token_counts(max_graph_tokens: int, max_num_batched_tokens: int) -> tuple[in
 
 
 class MixedGraphs:
-    """The mixed graphs by number of tokens. No graph exists before `capture`."""
+    """The CUDA graphs of the forward pass of steps with prompts, by number of tokens. `capture` creates the graphs."""
 
     def __init__(self, max_graph_tokens: int, limits: TableLimits, device: Device) -> None:
-        """If `max_graph_tokens` is 0, no graphs are captured."""
+        """Allocate the memory that the graphs read. If `max_graph_tokens` is 0, no graphs are captured."""
         self.sizes = token_counts(max_graph_tokens, limits.max_num_batched_tokens)
         self._limits = limits
         self._device = device
@@ -53,18 +53,24 @@ class MixedGraphs:
         self._hidden: Tensor | None = None
 
     def capture(self, forward: Callable[[StepInputs], Tensor], agree: Agree | None) -> None:
-        """Capture `forward`, which returns hidden states, over padding rows. See `SizedGraphs.capture`."""
+        """Capture a CUDA graph of `forward` for each number of tokens, over padding rows.
+
+        `forward` returns the hidden states. See `SizedGraphs.capture`.
+        """
         self.captured.capture(lambda size: self._device.capture(self._padding(size, forward)), agree)
 
     def run_uncaptured(self, forward: Callable[[StepInputs], Tensor]) -> None:
-        """Run the forward pass for the largest size, if there is one, without capturing it."""
+        """Run the forward pass for the largest number of tokens without capturing it, to measure its memory.
+
+        Do nothing if no graphs are to be captured.
+        """
         if self.sizes:
             self._device.compute.run(self._padding(self.sizes[-1], forward))
 
     def pad(self, rows: OrderedRows, size: int, upload: Upload) -> slice:
-        """Add the columns of the rows to `upload`, contiguously, in the layout that the graph of that size reads.
+        """Add the rows of a step to `upload` in the layout that the CUDA graph of `size` tokens reads.
 
-        Return their place in the upload.
+        The rows are padded to that size. Return the slice of the upload that contains them.
         """
         paddings = (self._limits.max_num_seqs, 0, self._limits.max_num_seqs, 0, size)
         start = upload.size
@@ -75,16 +81,21 @@ class MixedGraphs:
         return slice(start, upload.size)
 
     def set_rows(self, packed: Tensor) -> None:
-        """Copy the columns that `pad` packed to the memory that graphs read. Must run on the compute stream."""
+        """Copy the rows that `pad` packed to the memory that the CUDA graphs read.
+
+        Must run on the compute stream.
+        """
         self._packed[: len(packed)].copy_(packed)
 
     def forward(self, size: int) -> None:
-        """Enqueue the forward pass of a graph of `size` tokens on the compute stream. It reads the rows and writes
-        `hidden`."""
+        """Enqueue the CUDA graph of the forward pass for `size` tokens on the compute stream.
+
+        The graph reads the rows that `set_rows` stored. `hidden` returns the result.
+        """
         self.captured[size]()
 
     def hidden(self, num_tokens: int) -> Tensor:
-        """Return the hidden states [num_tokens, hidden_size] of the step whose graph was replayed last.
+        """Return the hidden states [num_tokens, hidden_size] of the step whose CUDA graph was replayed last.
 
         Only operations that follow the graph on the compute stream may read them.
         """
@@ -92,7 +103,7 @@ class MixedGraphs:
         return self._hidden[:num_tokens]
 
     def _padding(self, size: int, forward: Callable[[StepInputs], Tensor]) -> Callable[[], None]:
-        """Copy padding rows to the memory that the graph reads. Return the operation to capture."""
+        """Fill the memory that the CUDA graph of this size reads with padding rows. Return the operation to capture."""
         none = np.empty(0, np.int64)
         upload = Upload()
         self.pad(OrderedRows.of(WorkingRows(none, none, none, none.astype(np.bool_))), size, upload)
@@ -102,7 +113,7 @@ class MixedGraphs:
         return partial(self._keep_hidden, forward, self._inputs(size))
 
     def _inputs(self, size: int) -> StepInputs:
-        """Return inputs whose columns are views of the memory that `set_rows` writes."""
+        """Return the inputs of a CUDA graph. Their tensors are views of the memory that `set_rows` writes."""
         lengths = self._lengths(size)
         ends = accumulate(aligned(length) for length in lengths)
         columns = [self._packed[end - aligned(length) :][:length] for end, length in zip(ends, lengths, strict=True)]
@@ -119,7 +130,7 @@ class MixedGraphs:
         )
 
     def _lengths(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the lengths of the columns for that many tokens: see `StepInputs`."""
+        """Return the lengths of the five input columns of a CUDA graph for this number of tokens. See `StepInputs`."""
         # The most rows that a step may have, plus one row for the padding tokens if there may be any.
         num_rows = min(self._limits.max_num_seqs + 1, num_tokens)
         return num_tokens, num_tokens, num_rows, num_rows, num_rows + 1

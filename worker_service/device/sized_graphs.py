@@ -20,10 +20,13 @@ Agree = Callable[[Sequence[bool]], Sequence[bool]]
 
 
 class SizedGraphs(Generic[G]):
-    """The captured graphs by size. No graph exists before `capture`."""
+    """Captured CUDA graphs by size, such as a batch size or a number of tokens. `capture` creates the graphs."""
 
     def __init__(self, sizes: Sequence[int], what: str) -> None:
-        """`sizes` must ascend; if empty, no graphs are captured. `what` names the unit of the sizes in logs."""
+        """Create an empty collection. `sizes` must ascend; if it is empty, no graphs are captured.
+
+        `what` names the unit of the sizes in logs.
+        """
         self.sizes = tuple(sizes)
         self._what = what
         self._unfit: set[int] = set()  # sizes for which memory was too small in this process
@@ -31,7 +34,7 @@ class SizedGraphs(Generic[G]):
         self._graphs: dict[int, G] = {}
 
     def capture(self, capture_size: Callable[[int], G], agree: Agree | None) -> None:
-        """Capture every size that fits the memory.
+        """Capture a CUDA graph of every size that fits the memory, by calling `capture_size`.
 
         If a size does not fit, the next size that is tried is at most half as large. With several ranks, a rank that
         runs out of memory leaves the others waiting in an exchange. It therefore raises the error, and from the next
@@ -65,11 +68,11 @@ class SizedGraphs(Generic[G]):
         self._log_missing()
 
     def drop(self) -> None:
-        """Forget the captured graphs. No size can be replayed before the next `capture`."""
+        """Discard the captured CUDA graphs. No size can be replayed before the next `capture`."""
         self._graphs.clear()
 
     def size_for(self, size: int) -> int | None:
-        """Return the smallest captured size that is at least `size`, or None."""
+        """Return the smallest size that is at least `size` and for which a CUDA graph was captured, or None."""
         return next((captured for captured in self.sizes if captured >= size and captured in self._graphs), None)
 
     def __getitem__(self, size: int) -> G:

@@ -15,14 +15,17 @@ _MIN_BUFFER_SIZE = 1 << 12  # in int32
 
 
 def aligned(size: int) -> int:
-    """Return the size of a column rounded up to a multiple of `ALIGNMENT`."""
+    """Return `size` rounded up to a multiple of `ALIGNMENT`, in int32 elements.
+
+    Columns of an upload have such sizes, because Triton compiles a kernel again for each other alignment.
+    """
     return size + -size % ALIGNMENT
 
 
 class Upload:
-    """The packed columns of one step: integers, and the bits of float32 values, as int32.
+    """The inputs of one step, packed into one int32 array, so that a single copy sends them to the GPU.
 
-    Each column starts at a multiple of `ALIGNMENT`.
+    Each column of the array starts at a multiple of `ALIGNMENT`. The bits of float32 values are kept unchanged.
     """
 
     def __init__(self) -> None:
@@ -30,7 +33,7 @@ class Upload:
         self.size = 0  # in int32
 
     def add(self, values: ArrayLike) -> slice:
-        """Add a column of integers or float32, flattened, and return its place.
+        """Add a column of integers or float32 values, flattened. Return the slice of the upload that contains it.
 
         Of larger integers, only the lower 32 bits are kept. The bits of float32 values are kept unchanged.
         """
@@ -44,13 +47,16 @@ class Upload:
         return slice(start, start + column.size)
 
     def write(self, target: NDArray[np.int32]) -> None:
-        """Write the columns to `target` [size]."""
+        """Write the packed columns to the int32 array `target`, whose length is `size`."""
         np.concatenate(self._parts, out=target)
 
 
 @dataclass(slots=True)
 class OnDevice:
-    """A tensor that one operation leaves for later operations. It is available once that operation has run."""
+    """A GPU tensor that one operation on a stream creates for later operations.
+
+    It is set when the creating operation runs.
+    """
 
     _tensor: Tensor | None = None
 
@@ -65,22 +71,23 @@ class OnDevice:
 
 @dataclass(slots=True)
 class PinnedBuffer:
-    """Pinned host memory as a tensor and as an array: [size] int32."""
+    """Page-locked (pinned) host memory of int32 values, as a torch tensor and as a numpy array of the same memory."""
 
     tensor: Tensor
     array: NDArray[np.int32]
 
     @staticmethod
     def allocate(device: Device, size: int) -> "PinnedBuffer":
-        """Allocate a buffer of at least `size` int32."""
+        """Allocate pinned host memory for at least `size` int32 values."""
         tensor = device.pinned((max(_MIN_BUFFER_SIZE, 1 << (size - 1).bit_length()),), torch.int32)
         return PinnedBuffer(tensor, tensor.numpy())
 
 
 class UploadRing:
-    """Two pinned buffers for uploads, so that a step's upload can start while the previous upload is in progress.
+    """Two pinned host buffers from which step inputs are copied to the GPU.
 
-    A buffer is reused only after the device has read it.
+    With two buffers, a step's upload can start while the previous upload is in progress. A buffer is reused only after
+    the GPU has read it.
     """
 
     def __init__(self, device: Device) -> None:
@@ -90,7 +97,11 @@ class UploadRing:
         )
 
     def send(self, upload: Upload, target: Tensor | None = None) -> OnDevice:
-        """Copy the upload, on the compute stream, to `target` [size] int32 or to a new tensor."""
+        """Enqueue the copy of a step's inputs to the GPU on the compute stream. Return the tensor that will have them.
+
+        The copy writes to `target` [size] int32, or to a new tensor if `target` is None. If both pinned buffers are in
+        use, this waits for the older upload.
+        """
         buffer, read = self._ring.popleft()
         if read is not None:
             read.synchronize()
@@ -112,9 +123,9 @@ class UploadRing:
 
 
 class ResultBuffers:
-    """Pinned buffers for results. A buffer is in use until it is given back.
+    """A pool of pinned host buffers that receive the results of steps from the GPU.
 
-    Two threads take and give back buffers; the deque makes that safe.
+    A buffer is in use until it is given back. Two threads take and give back buffers; the deque makes that safe.
     """
 
     def __init__(self, device: Device) -> None:
@@ -129,5 +140,8 @@ class ResultBuffers:
         return buffer if len(buffer.array) >= size else PinnedBuffer.allocate(self._device, size)
 
     def give_back(self, buffer: PinnedBuffer) -> None:
-        """Return a buffer to the free list. It has been read, and no operation writes it any more."""
+        """Return a buffer to the pool.
+
+        Its results have been read, and no operation on the GPU writes to it any more.
+        """
         self._free.append(buffer)

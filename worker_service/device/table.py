@@ -27,7 +27,7 @@ Edit = Callable[[Tensor], None]
 
 
 class DeviceTable:
-    """The device's copy of all rows, as tensors indexed by slot.
+    """The GPU's copy of the state of all running sequences, as tensors indexed by slot.
 
     No sequence uses slot `max_num_seqs`, the scratch slot. Padding rows read and write it.
 
@@ -52,32 +52,32 @@ class DeviceTable:
     def tokens(
         self, slots: Tensor, lengths: Tensor, row_slots: Tensor, num_blocks: int | None = None
     ) -> GatheredTokens:
-        """Return the new tokens of a step: see `pagewire.kernels.gathering.gather_tokens`.
+        """Gather the new tokens and the block tables of a step's rows from the GPU's table.
 
-        If `num_blocks` is None, the block tables have their full width.
+        See `pagewire.kernels.gathering.gather_tokens`. If `num_blocks` is None, the block tables have their full width.
         """
         tables = RowTables(self.token_ids, self.block_tables, self._limits.block_size)
         num_blocks = self._limits.max_num_blocks if num_blocks is None else num_blocks
         return self._sampler.gather_tokens(tables, slots, lengths, row_slots, num_blocks)
 
     def sampling_columns(self, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
-        """Return the sampling columns of some rows, without biases and stop tokens.
+        """Gather the sampling parameters of some rows from the GPU's table, without biases and stop tokens.
 
         See `pagewire.kernels.gathering.gather_columns`.
         """
         return self._sampler.gather_columns(self._lines, self._seeds, slots, num_tokens)
 
     def target(self, slots: Tensor, sampled: Tensor) -> TokenTarget:
-        """Return the target of the sampled tokens of rows `slots` [R] int32.
+        """Return the memory to which the sampler writes the tokens of the rows in `slots` [R] int32.
 
-        `sampled` [2, R] int32 receives them too.
+        The sampler writes the tokens to the table, and also to `sampled` [2, R] int32.
         """
         return TokenTarget(self.token_ids, slots, sampled)
 
     def plan_edits(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> list[Edit]:
-        """Return the edits that bring the device's table up to date with a plan, in order.
+        """Return the operations that apply a step plan's changes to the GPU's table, in the order to run them.
 
-        `table` is the host's table after the plan. The values that the edits read are added to `upload`.
+        `table` is the host's table after the plan. The values that the operations read are added to `upload`.
         """
         edits: list[Edit] = []
         changed = [*(opening.slot for opening in plan.openings), *plan.fork_target_slots]
@@ -109,9 +109,10 @@ class DeviceTable:
         return edit
 
     def _set_blocks(self, plan: StepPlan, changed: Sequence[int], table: SequenceTable, upload: Upload) -> Edit:
-        """Return an edit that writes all blocks of changed rows, and the appended and set blocks of other rows.
+        """Return an operation that updates block tables on the GPU.
 
-        An entry may be written twice, with the same value.
+        It writes all blocks of new and forked rows, and only the appended and replaced blocks of other rows. An entry
+        may be written twice, with the same value.
         """
         whole = np.unique(np.array(changed, np.int64))
         appended, num_appended = np.unique(np.array(plan.append_slots, np.int64), return_counts=True)
@@ -143,7 +144,10 @@ class DeviceTable:
         return edit
 
     def _fork(self, plan: StepPlan, upload: Upload) -> Edit:
-        """Return an edit that copies forked rows. Every source is read before any target is written."""
+        """Return an operation that copies the tokens and token counts of forked sequences on the GPU.
+
+        All sources are read before any target is written.
+        """
         sources, targets = upload.add(plan.fork_source_slots), upload.add(plan.fork_target_slots)
 
         def edit(packed: Tensor) -> None:
@@ -170,7 +174,7 @@ class DeviceTable:
 
 @dataclass(frozen=True, slots=True)
 class PackedSampling:
-    """The places of a step's sampling parameters in its packed upload."""
+    """The positions of a step's sampling parameters in the packed upload that the GPU receives."""
 
     sampling: StepSampling
     slots: slice
@@ -204,19 +208,25 @@ class PackedSampling:
         return bits.view(torch.float32) if column.dtype == np.float32 else bits
 
     def target(self, packed: Tensor, table: DeviceTable) -> TokenTarget:
-        """Return the target that the sampled tokens are written to."""
+        """Return the memory on the GPU to which the sampler writes the step's tokens."""
         slots = packed[self.write_slots]
         return table.target(slots, slots.new_empty(2, len(slots)))
 
     def uncount(self, sampled: SampledTokens, packed: Tensor, table: DeviceTable) -> None:
-        """Subtract the counts of sampled tokens that their rows do not keep."""
+        """Subtract sampled tokens that their rows do not keep from the token counts for penalties.
+
+        The sampler counts every token that it samples for a row with penalties.
+        """
         if self.is_penalized:
             counted = (packed[self.slots].long(), sampled.token_ids)
             table.token_counts[counted] = table.token_counts[counted] - packed[self.uncounted] * ~sampled.is_nan
 
 
 def _write(table: Tensor, slots: NDArray, indexes: NDArray, values: NDArray, upload: Upload) -> Edit:
-    """Return an edit that writes values[i] to table[slots[i], indexes[i]]."""
+    """Return an operation for the GPU that writes values[i] to table[slots[i], indexes[i]] for every i.
+
+    The arrays are added to `upload`.
+    """
     where, written = upload.add(np.stack([slots, indexes])), upload.add(values)
 
     def edit(packed: Tensor) -> None:
@@ -227,6 +237,6 @@ def _write(table: Tensor, slots: NDArray, indexes: NDArray, values: NDArray, upl
 
 
 def _ranges(firsts: NDArray, lengths: NDArray) -> NDArray:
-    """Return the concatenation of ranges: lengths[i] numbers from firsts[i] on."""
+    """Return the concatenation of ranges of integers. Range i has lengths[i] numbers, from firsts[i] on."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) + np.repeat(firsts - starts, lengths)

@@ -24,7 +24,10 @@ _MIN_CAPABILITY = {torch.int8: (0, 0), FLOAT8: (8, 9)}  # of a GPU that can conv
 
 
 class TritonOperations(Operations):
-    """Operations with one Triton launch each. Intermediate results are rounded as in `Operations`."""
+    """The operations of a model on a GPU, computed by Triton kernels with one launch each.
+
+    Intermediate results are rounded as in `Operations`, the implementation in plain torch.
+    """
 
     rms_norm = staticmethod(fused.rms_norm)
     add_rms_norm = staticmethod(fused.add_rms_norm)
@@ -34,15 +37,15 @@ class TritonOperations(Operations):
     sum_slots = staticmethod(experts.sum_slots)
 
     def __init__(self, device: torch.device) -> None:
-        """`device`: the target of quantised weights, which are read on the host."""
+        """Create the operations for one GPU. Quantised weights are read on the host and then copied to `device`."""
         self._device = device
         self._assigned: tuple[Tensor, experts.Assignment] | None = None  # the last expert ids and their assignment
 
     @staticmethod
     def refusal(listed: OperationList) -> str | None:
-        """Return the reason why the kernels cannot compute a model, as a clause that follows "the Triton kernels".
+        """Return why the Triton kernels cannot compute a model, as a clause that follows "the Triton kernels".
 
-        Return None if they can, or if the model uses only matrix multiplications.
+        Return None if they can compute it. `listed` are the operations of the model.
         """
         turns = [each for each in listed if type(each) is QkNormRopeStore and (each.rope or each.query_norm)]
         norms = [each for each in listed if type(each) is Normalize and not each.is_centered]
@@ -58,9 +61,9 @@ class TritonOperations(Operations):
     def prepare_product(
         self, weight: StoredWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
     ) -> Product:
-        """Return the multiplication with a weight.
+        """Prepare a weight and its bias for matrix multiplication on the GPU, and return the multiplication.
 
-        Inputs are rounded if `rounds_inputs` is set and the device has such a kernel for the weight.
+        If `rounds_inputs` is set and the GPU has an 8-bit kernel for the weight, the inputs are rounded to 8 bits.
         """
         if weight.scale is None:
             return DenseProduct(weight.to_floats(computed).to(self._device), bias)
@@ -71,7 +74,7 @@ class TritonOperations(Operations):
         return PackedProduct(linear.pack(weight, self._device), bias, computed)
 
     def can_store(self, held: torch.dtype, computed: torch.dtype) -> bool:
-        """Return whether a weight of dtype `held` can be kept in memory for computing in `computed`.
+        """Return whether a weight can stay in dtype `held` in GPU memory if the model computes in dtype `computed`.
 
         8-bit floats need a GPU that converts them. Triton's interpreter also converts them.
         """
@@ -90,9 +93,9 @@ class TritonOperations(Operations):
         return lambda x, ids: experts.multiply_routed(x, weights, self._assign(num_experts, ids, x.dtype), biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
-        """Join the multiplications of all experts, which must be of one kind.
+        """Join the weights of all experts of a layer into one multiplication.
 
-        All are packed, or all are dense because the weights turned out to be floats.
+        The weights must be all quantised or all dense. They are dense if they turned out to be floats.
         """
         dense = [product for product in products if isinstance(product, DenseProduct)]
         if dense:
@@ -105,16 +108,19 @@ class TritonOperations(Operations):
         return PackedExpertProduct(weights, biases, partial(self._assign, len(packed)))
 
     def _assign(self, num_experts: int, ids: Tensor, dtype: torch.dtype) -> experts.Assignment:
-        """Return the assignment of slots to experts.
+        """Sort the tokens of a step by their experts. `ids` are the experts chosen for each token.
 
-        Both multiplications of a layer share it, so slots are sorted once.
+        Both matrix multiplications of an expert layer use the same result, so tokens are sorted once per layer.
         """
         if self._assigned is None or self._assigned[0] is not ids:
             self._assigned = ids, experts.assign(ids, num_experts, dtype)
         return self._assigned[1]
 
     def turn(self, attend: Attend, layer: int, heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, ...]:
-        """Rotate the heads, and write keys and values to the cache in the same launch if `attend` supports that."""
+        """Rotate query and key heads by their positions (RoPE). If possible, also write keys and values to the cache.
+
+        If `attend` supports it, one kernel launch does both, and only the queries are returned.
+        """
         if not isinstance(attend, CachedAttend):
             return super().turn(attend, layer, heads, preparation)
         return (attend.caching.turn(heads, preparation, *attend.kv_cache[layer]),)
@@ -127,7 +133,7 @@ class TritonOperations(Operations):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedProduct(Product):
-    """A multiplication of unrounded inputs with integer codes or 8-bit floats."""
+    """A matrix multiplication of unrounded inputs with a quantised weight: integer codes or 8-bit floats."""
 
     packed: linear.PackedWeight
     bias: Tensor | None
@@ -148,7 +154,7 @@ class PackedProduct(Product):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedExpertProduct:
-    """A multiplication of tokens with their experts' packed weights."""
+    """A matrix multiplication of tokens with the quantised weights of the experts chosen for them."""
 
     packed: linear.PackedWeight
     biases: Tensor | None
@@ -160,7 +166,7 @@ class PackedExpertProduct:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedProduct(Product):
-    """A multiplication of inputs that are rounded to 8 bits with a weight of the same 8-bit type."""
+    """A matrix multiplication of an 8-bit weight with inputs that are rounded to the same 8-bit type."""
 
     weight: scaled.ScaledWeight
     bias: Tensor | None
@@ -174,6 +180,6 @@ class RoundedProduct(Product):
 
 
 def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the biases as [num_experts, out_size], or None if no expert has a bias."""
+    """Stack the biases of all experts to one tensor [num_experts, out_size]. Return None if no expert has a bias."""
     there = [bias for bias in biases if bias is not None]
     return stack(there) if there else None
