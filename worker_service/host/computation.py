@@ -33,7 +33,7 @@ from worker_service.step import FinishedStep
 
 
 class HostComputation:
-    """A computation of rows on the CPU, without CUDA graphs. See `Computation`."""
+    """The computation of a model's steps on a CPU. It implements the interface `Computation` and has no CUDA graphs."""
 
     num_graphs = 0
 
@@ -45,9 +45,9 @@ class HostComputation:
         table: SequenceTable,
         kernels: CpuKernels | None,
     ) -> None:
-        """Create the computation. `layers` are the layers of the KV cache.
+        """Create the computation. `layers` are the KV cache's tensors for each layer of the model.
 
-        If `kernels` is None, numpy flattens the rows and plain torch samples.
+        If `kernels` is None, numpy builds the batches and plain torch samples, instead of the C kernels.
         """
         self.table = table
         self._batches = BatchBuilder(table, kernels)
@@ -72,19 +72,19 @@ class HostComputation:
         """Do nothing, because a CPU has no graphs. See `Computation.run_graphs_uncaptured`."""
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], FinishedStep]:
-        """Return a function that launches `rows`, which may be empty. See `Computation.prepare`.
+        """Return a function that computes `rows`, which may be empty. See `Computation.prepare`.
 
-        The computation reads the host's table directly, so the plan's changes need not be applied to a copy.
+        The computation reads the host's table of sequences directly, so it has no copy to update.
         """
         return partial(self.launch, step, rows)
 
     def launch(self, step: BegunStep, rows: WorkingRows) -> FinishedStep:
-        """Launch a part of a step that has been prepared. See `Computation.launch`."""
+        """Compute a step, or a part of a step, and return it with its result. See `Computation.launch`."""
         samples, prompt_logprobs = self._compute(rows, step.watch) if len(rows.slots) else (Samples(()), ())
         return FinishedStep(step.result(samples, prompt_logprobs, *step.watch.take()))
 
     def synchronize(self) -> None:
-        """Wait until all launched work is done. See `Computation.synchronize`."""
+        """Do nothing, because steps are done when `launch` returns. See `Computation.synchronize`."""
 
     @torch.inference_mode()
     def _compute(self, rows: WorkingRows, watch: StepWatch) -> tuple[Samples, tuple[PromptLogprobs, ...]]:
@@ -108,14 +108,17 @@ class HostComputation:
         return samples, prompt_logprobs
 
     def _prepare(self, rows: PagedRows) -> Attend:
-        """Prepare attention. The C kernels read the rows directly; other backends need an `AttentionBatch`."""
+        """Prepare the attention of a step. Return the function that each layer calls.
+
+        The C kernels read the rows directly. Other backends need an `AttentionBatch`.
+        """
         if isinstance(self._backend, CpuAttention):
             return self._backend.prepare_rows(rows, self._layers)
         lists = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
         return self._backend.prepare(AttentionBatch(*lists, rows.block_tables, rows.slot_mapping), self._layers)
 
     def _take_highest(self, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
-        """Sample rows that all choose the token with the highest logit.
+        """Sample a step whose rows all choose the token with the highest logit and report nothing else.
 
         This avoids torch, whose operations would take longer than the rest of the sampling.
         """
@@ -127,7 +130,7 @@ class HostComputation:
         return Samples((), tuple(chosen))
 
     def _take_tokens(self, sampler: TableSampler, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
-        """Sample rows that return one token each and report nothing else."""
+        """Sample a step whose rows return one token each and report nothing else. Rows may have grammar masks."""
         slots, ends = rows.slots[rows.samples], rows.ends[rows.samples]
         masks = self.table.masks.of_step(slots)
         if masks is None:
@@ -145,12 +148,15 @@ class HostComputation:
         is_bad: NDArray[np.bool_],
         failures: Mapping[int, RowStatus] | None = None,
     ) -> Samples:
-        """Store the tokens and return the samples of rows that return a token and report nothing else."""
+        """Append sampled tokens to the table of sequences. Return the samples of rows that report only their token.
+
+        `is_bad` marks the rows without a valid token. `failures` has their statuses by index; others have NaN logits.
+        """
         self.table.put_tokens(rows, token_ids)
         return Samples(row_statuses(is_bad, failures), tuple(token_ids[~is_bad].tolist()))
 
     def _pool(self, rows: WorkingRows, hidden: Tensor, samples: Samples) -> Samples:
-        """Add the embeddings of the rows that request one to the samples of the other rows."""
+        """Compute the embeddings of the rows that request one, and add them to the samples of the other rows."""
         chunks = pooled_chunks(self.table, rows)
         embeddings, sums = self._pooler.pool(hidden, chunks)
         self._pooler.keep(chunks, sums)
@@ -176,13 +182,16 @@ class HostComputation:
 
 
 class BatchBuilder:
-    """A converter from the working rows of a table to the flat tensors of one step.
+    """A builder of the flat tensors of a step, such as token ids and positions, from the table of sequences.
 
     The new tokens of the rows are concatenated in slot order. The returned tensors are overwritten by the next call.
     """
 
     def __init__(self, table: SequenceTable, kernels: CpuKernels | None) -> None:
-        """`kernels` flatten all rows in one call; if None, numpy flattens them."""
+        """Create a builder for `table`.
+
+        The C kernels flatten all rows in one call; if `kernels` is None, numpy does.
+        """
         self._table = table
         self._flattener: TableFlattener | None = None
         if kernels is not None:
@@ -190,7 +199,7 @@ class BatchBuilder:
             self._flattener = TableFlattener(kernels.library, table.token_ids, table.block_tables, block_size)
 
     def build(self, rows: WorkingRows) -> FlatRows:
-        """Return the flattened rows. There must be at least one row."""
+        """Return the flat tensors of a step from its rows. There must be at least one row."""
         num_blocks = -(-int(rows.ends.max()) // self._table.limits.block_size)
         if self._flattener is None:
             return _flatten(self._table, rows, num_blocks)

@@ -17,10 +17,10 @@ from worker_service.models.torch_operations import Attend
 
 
 def host_model(model: Decoder, backend: AttentionBackend) -> "CpuDecoder | Decoder":
-    """Return a `CpuDecoder` if the C kernels support the whole model, else the model itself.
+    """Return a `CpuDecoder` for a model on a CPU if the C kernels support the whole model, else the model itself.
 
     The model itself is computed operation by operation. It is also needed for norms over projections that are split
-    across ranks, because only the model sums them up.
+    across ranks, because only the model sums the parts up.
     """
     product = model.head.product
     kinds = {type(operation) for operation in model.network.operations}
@@ -31,7 +31,7 @@ def host_model(model: Decoder, backend: AttentionBackend) -> "CpuDecoder | Decod
 
 
 class CpuDecoder:
-    """A decoder with the same results as `Decoder`, computed by one call of the C kernels.
+    """A model on a CPU whose whole forward pass is one call of the C kernels. `Decoder` gives the same results.
 
     No Python runs between the operations, and the kernels' threads do not stop between them.
     """
@@ -44,8 +44,10 @@ class CpuDecoder:
         self._kernel = DecoderKernel(kernels, list(_Binding(model, kernels).operations()), all_reduce)
 
     def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
-        """Compute a step and return the logits of the selected tokens. See `Decoder.forward_logits`. `CpuAttention`
-        must have prepared `attend`."""
+        """Run the forward pass of a step and return the logits of the tokens in `logit_rows`.
+
+        See `Decoder.forward_logits`. The backend `CpuAttention` must have prepared `attend`.
+        """
         assert isinstance(attend, CpuAttend)
         step = (attend.rows, attend.scorings, attend.kv_cache)
         outputs = Outputs(*self._kernel.forward(token_ids, positions, logit_rows, *step), self._kernel.times())
@@ -56,7 +58,10 @@ class CpuDecoder:
 
 
 class _Binding:
-    """The mapping from the weights that an operation names to the objects that the kernels read."""
+    """A translation of the model's operations for the C kernels.
+
+    It replaces the weights that an operation names by the objects that the kernels read, such as packed weights.
+    """
 
     def __init__(self, model: Decoder, kernels: CpuKernels) -> None:
         self._model = model
@@ -80,7 +85,7 @@ class _Binding:
         return linears if projection.num_experts else linears[0]
 
     def _linears(self, projection: Projection) -> Sequence[PackedLinear]:
-        """Return the packed weight of a projection, or the packed weights of its experts."""
+        """Return the packed weights of a projection: one, or one for each expert."""
         packed = self._model.holders[projection].product.packed
         return getattr(packed, "linears", None) or (packed,)
 

@@ -12,7 +12,7 @@ from worker_service.models.torch_operations import ExpertProduct, Operations, Pr
 
 
 def create_host_operations(kernels: CpuKernels | None, *, uses_onednn: bool = False) -> Operations:
-    """Return operations by the C kernels, or plain torch if `kernels` is None.
+    """Return the implementation of a model's operations on a CPU: the C kernels, or plain torch if `kernels` is None.
 
     If `uses_onednn` is set, oneDNN computes matrix multiplications even if there are C kernels.
     """
@@ -22,7 +22,7 @@ def create_host_operations(kernels: CpuKernels | None, *, uses_onednn: bool = Fa
 
 
 class CpuOperations(Operations):
-    """The C kernels for all operations except matrix multiplications, which oneDNN computes.
+    """The operations of a model on a CPU by C kernels, except matrix multiplications, which oneDNN computes.
 
     Models compute in float32 and bfloat16.
     """
@@ -50,14 +50,14 @@ class CpuOperations(Operations):
 
 
 class CpuProducts(CpuOperations):
-    """The C kernels for all operations.
+    """The operations of a model on a CPU, all of them by C kernels.
 
-    Multiplications in float32 accept weights of any dtype. Multiplications in bfloat16 round their inputs to bfloat16
-    and accept bfloat16 weights.
+    Matrix multiplications in float32 accept weights of any dtype. Matrix multiplications in bfloat16 round their inputs
+    to bfloat16 and accept bfloat16 weights.
     """
 
     def can_store(self, held: torch.dtype, computed: torch.dtype) -> bool:
-        """Return whether a weight of dtype `held` can be kept in memory for computing in `computed`.
+        """Return whether a weight can stay in dtype `held` in memory if the model computes in dtype `computed`.
 
         Every bfloat16 and float16 value is a float32 value. So for float32 a 16-bit weight loses nothing, and half as
         many bytes are read.
@@ -68,7 +68,7 @@ class CpuProducts(CpuOperations):
     def prepare_product(
         self, weight: StoredWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
     ) -> Product:
-        """Return the packed multiplication with a weight.
+        """Pack a weight and its bias for the C kernels, and return the matrix multiplication.
 
         `rounds_inputs` is ignored: inputs are rounded as little as the kernels round any input.
         """
@@ -95,7 +95,10 @@ class CpuProducts(CpuOperations):
 
 
 class CpuProduct(Product):
-    """A weight in the packed panels that the C kernels read, in its own dtype or quantised."""
+    """A matrix multiplication with a weight that is packed in the layout of the C kernels.
+
+    The weight may be quantised.
+    """
 
     has_row_lookup = True
 
@@ -112,10 +115,16 @@ class CpuProduct(Product):
 
 
 class CpuExpertProduct:
-    """The packed weights of all experts of a layer."""
+    """A matrix multiplication of tokens with the experts chosen for them, by the C kernels.
+
+    All experts' weights are packed.
+    """
 
     def __init__(self, kernels: CpuKernels, packed: Sequence[PackedLinear]) -> None:
-        """Raises ValueError if the weights differ in shape or format: see `PackedExperts`."""
+        """Join the packed weights of all experts of a layer.
+
+        Raises ValueError if the weights differ in shape or format. See `PackedExperts`.
+        """
         self.kernels = kernels
         self.packed = PackedExperts(packed)
 
@@ -124,5 +133,5 @@ class CpuExpertProduct:
 
 
 def floats(bias: Tensor | None) -> Tensor | None:
-    """Return the bias in float32, in which multiplications add it."""
+    """Return a bias in float32, the dtype in which matrix multiplications add it. None stays None."""
     return None if bias is None else bias.float()

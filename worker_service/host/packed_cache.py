@@ -44,9 +44,10 @@ _DTYPE = "torch."
 
 
 class PackedCache:
-    """The cache file of one model, quantisation and build of the kernels.
+    """A file in which a CPU worker keeps a model's quantised and packed weights, so that its next start is faster.
 
-    It is read while a model loads. Missing or broken weights are quantised again, and the file is rewritten.
+    The file belongs to one model, one quantisation and one build of the C kernels. It is read while the model loads.
+    Missing or broken weights are quantised again, and the file is rewritten.
     """
 
     def __init__(self, folder: Path, kernels: CpuKernels, computed: torch.dtype, identity: Mapping[str, str]) -> None:
@@ -73,7 +74,7 @@ class PackedCache:
         return not self._products
 
     def find(self, target: str) -> KeptProduct | None:
-        """Read the packed weight of a module, by its name in the model.
+        """Read the packed weight of one module of the model from the cache file. `target` is the module's name.
 
         Return a function that adds the bias to the weight. Return None if the weight is missing or broken.
         """
@@ -90,9 +91,9 @@ class PackedCache:
         return lambda bias: CpuProduct(self._kernels, replace(packed, bias=floats(bias)), self._computed)
 
     def keep(self, model: nn.Module) -> None:
-        """Write the quantised weights of a loaded model, unless all of them have been read from the file.
+        """Write the quantised weights of a loaded model to the cache file, unless all of them have been read from it.
 
-        If the folder is not writable, log a warning.
+        If the file cannot be written, log a warning.
         """
         packed = dict(chain.from_iterable(starmap(_packed, model.named_modules())))
         quantized = {name: linear for name, linear in packed.items() if linear.format.element == torch.int8}
@@ -109,7 +110,10 @@ class PackedCache:
         logger.info("stored the packed weights in %s, %s", self.path, describe_memory(self.path.stat().st_size))
 
     def _open(self) -> dict[str, dict[str, Any]]:
-        """Read the header and return the entries of all packed weights, or an empty dict if there is no valid file."""
+        """Read the header of the cache file. Return the entry of each packed weight by the name of its module.
+
+        The result is empty if the file does not exist. It is also empty, with a warning, if the file is invalid.
+        """
         try:
             header, self._start = _read_header(self.path)
             if header.pop("identity") != self._identity:
@@ -129,7 +133,10 @@ class PackedCache:
         logger.warning("the packed weights in %s cannot be used, and are made anew: %s", self.path, why)
 
     def _read(self, entry: Mapping[str, Any]) -> PackedLinear:
-        """Read one packed weight. Raises OSError, ValueError, TypeError or KeyError if the entry is invalid."""
+        """Read one packed weight from the cache file and check its checksum.
+
+        Raises OSError, ValueError, TypeError or KeyError if the entry is invalid or the file cannot be read.
+        """
         panels = torch.empty(entry["size"], dtype=torch.uint8)
         buffer = _bytes(panels)
         with self.path.open("rb") as file:
@@ -142,7 +149,7 @@ class PackedCache:
         return PackedLinear(panels, None, entry["in_size"], entry["out_size"], torch.int8, form)
 
     def _write(self, products: Mapping[str, PackedLinear]) -> None:
-        """Write the file under a temporary name, then rename it, so that the final name always has a complete file."""
+        """Write the cache file under a temporary name, then rename it, so that it is always complete."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         entries: dict[str, dict[str, Any]] = {}
         start = 0
@@ -172,7 +179,7 @@ class PackedCache:
             raise
 
     def _remove_older(self) -> None:
-        """Remove older files of the same checkpoint, quantisation and kernel variant.
+        """Remove older cache files of the same checkpoint, quantisation and kernel variant.
 
         Also remove incomplete files that killed processes have left.
         """
@@ -194,7 +201,7 @@ class PackedCache:
 
 
 def _packed(name: str, module: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
-    """Yield the packed weights of a module, with the names under which they were loaded."""
+    """Yield the packed weights of a module of the model, each with the name that `PackedCache.find` expects."""
     if isinstance(module, Linear) and isinstance(module.product, CpuProduct):
         yield name, module.product.packed
     elif isinstance(module, ExpertLinear) and isinstance(module.product, CpuExpertProduct):
@@ -203,7 +210,10 @@ def _packed(name: str, module: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a file's header and the offset of its panels. Raises OSError or ValueError."""
+    """Read the JSON header of a cache file. Return the header and the offset at which the weights start.
+
+    Raises OSError if the file cannot be read, and ValueError if the header is invalid.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         checksum = file.read(_CHECKSUM_BYTES)
@@ -214,7 +224,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since the last write to a file; 0 if the file no longer exists."""
+    """Return the seconds since the last write to a file, or 0 if the file no longer exists."""
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:
@@ -226,7 +236,7 @@ def _bytes(panels: Tensor) -> memoryview:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a field of `PanelFormat` to JSON. `_parsed` is the inverse."""
+    """Convert the value of a field of `PanelFormat` to a JSON value. `_parsed` is the inverse."""
     return str(value) if isinstance(value, torch.dtype) else value
 
 
