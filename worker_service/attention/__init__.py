@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 def create_backend(
     name: str, device: torch.device, shape: AttentionShape, kernels: CpuKernels | None = None
 ) -> AttentionBackend:
-    """Return the attention backend called `name`.
+    """Return the implementation of attention called `name`, for example "triton", for one device.
 
     "auto" selects the fastest backend that supports `device` and `shape`. It logs a line if that backend is plain
     torch.

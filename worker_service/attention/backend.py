@@ -19,7 +19,7 @@ ANY = range(1, 1 << 16)
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The shapes and features of attention that a backend must support.
+    """The head counts, dtypes and features of a model's attention, by which an attention backend is chosen.
 
     `create_backend` raises UnavailableError for a shape that the backend does not support.
     """
@@ -37,7 +37,10 @@ class AttentionShape:
     has_sinks: bool = False  # whether layers pass `Scoring.sinks`
 
     def scoring(self, window: int, device: torch.device) -> Scoring:
-        """Return the scoring parameters, without sinks, of the layers that have this window."""
+        """Return the parameters that turn query-key dot products into attention weights, for layers with this window.
+
+        Attention sinks are not included, because each layer has its own.
+        """
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         slopes = torch.tensor(self.alibi_slopes, device=device) if self.alibi_slopes else None
         return Scoring(scale, window, slopes, self.softcap)
@@ -45,9 +48,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """Device tensors from which GPU kernels read the rows of a step, so that a CUDA graph can contain the step.
+    """GPU tensors from which attention kernels read the lengths of a step's rows. A CUDA graph can contain these reads.
 
-    If a graph contains the step, the numbers in `AttentionBatch` are upper bounds for all steps that replay the graph.
+    A row is the worker's state of one running sequence. If a graph contains the step, the numbers in `AttentionBatch`
+    are upper bounds for all steps that replay the graph.
     """
 
     query_start_loc: Tensor  # [S + 1] int32
@@ -59,7 +63,7 @@ class DeviceRows:
 
     @staticmethod
     def of(query_start_loc: Sequence[int], seq_lens: Sequence[int], device: torch.device) -> "DeviceRows":
-        """Return the tensors for rows that only the host knows, copied to `device`."""
+        """Copy the offsets and lengths of a step's rows from host lists to `device`, and return the tensors."""
         lengths = (end - start for start, end in pairwise(query_start_loc))
         return DeviceRows(
             torch.tensor(query_start_loc, dtype=torch.int32, device=device),
@@ -70,7 +74,10 @@ class DeviceRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """One step of S rows over a flat batch of T tokens. A row's tokens occupy the row's last positions."""
+    """The inputs of attention for one step: S rows (running sequences) with T new tokens in one flat batch.
+
+    A row's new tokens occupy the row's last positions.
+    """
 
     query_start_loc: list[int]  # [S + 1] offset of each row's tokens in the flat batch; each row has at least one token
     seq_lens: list[int]  # [S] number of positions of each row after this step
@@ -80,7 +87,7 @@ class AttentionBatch:
     device_rows: DeviceRows | None = None  # set on a GPU
 
     def rows_on(self, device: torch.device) -> DeviceRows:
-        """Return `device_rows`, or build them on `device` if they are not set.
+        """Return the GPU tensors of the step's rows. If `device_rows` is not set, build them on `device`.
 
         Building them copies from the host, so a CUDA graph cannot contain that case.
         """
@@ -88,7 +95,7 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """The interface of an attention implementation.
+    """The interface of an implementation of attention over the paged KV cache, for example by Triton kernels.
 
     `prepare` does the work that all layers of a step share. It returns the function that each layer calls.
     """
@@ -100,11 +107,11 @@ class AttentionBackend(Protocol):
     is_mixed_capturable: bool  # the same for steps in which only the device knows which rows decode
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Prepare a step over `kv_cache`, which has one entry per layer. Return the function that each layer calls.
+        """Prepare the attention of one step and return the function that each layer of the model calls.
 
-        The returned function writes a layer's new keys and values to the cache, then attends causally over the cache.
-        All writes come before all reads, so a row may read blocks that another row of the same step fills. Layers count
-        from 0. The query is not yet scaled.
+        `kv_cache` has one entry per layer. The returned function writes a layer's new keys and values to the KV cache,
+        then attends causally over the cache. All writes come before all reads, so a row may read blocks that another
+        row of the same step fills. Layers count from 0. The query is not yet scaled.
 
         Two kinds of cache positions may hold NaN: positions that belong to no row of the step, and positions before the
         window of a row's first query in every layer. Blocks at such positions may belong to other sequences.
@@ -112,12 +119,16 @@ class AttentionBackend(Protocol):
 
 
 class UnavailableError(ValueError):
-    """Raised if a backend does not support the requested shape or device. The text names flag, value and remedy."""
+    """Raised if an attention backend cannot be used.
+
+    The backend does not support the model or the device, or a package is missing. The message names the flag, its value
+    and the remedy.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """The values that a backend supports.
+    """The models and devices that an attention backend supports, such as its dtypes and head sizes.
 
     Every backend supports any window in any layer, soft caps and ALiBi slopes.
     """
@@ -134,7 +145,10 @@ class Capability:
     supports_sinks: bool = True
 
     def check(self, shape: AttentionShape, device: torch.device) -> None:
-        """Raise UnavailableError for the first value of `shape` or `device` that the backend does not support."""
+        """Raise UnavailableError if the attention backend does not support `shape` or `device`.
+
+        The message names the first unsupported value.
+        """
         if device.type not in self.device_types:
             kinds = " or ".join(self.device_types)
             raise self._error(f"computes on {kinds}, and --device is {device.type}", f"use --device {kinds}")
@@ -187,9 +201,9 @@ class Capability:
 
 
 def _in_torch(shape: AttentionShape, device: torch.device) -> str:
-    """Return the remedy for heads that a backend does not support.
+    """Return the advice in an error message for a model whose heads an attention backend does not support.
 
-    The torch backend supports all heads. On a GPU it needs a cache of the dtype that it computes in.
+    The torch backend supports all heads. On a GPU it needs a KV cache of the dtype that it computes in.
     """
     is_quantized = device.type == "cuda" and shape.cache_dtype != shape.dtype
     return "use --attention-backend torch" + (" with --kv-cache-dtype auto" if is_quantized else "")

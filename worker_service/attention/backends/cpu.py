@@ -22,7 +22,10 @@ _FLOAT32 = replace(_BFLOAT16, cache_dtypes=(torch.bfloat16, torch.float16, *EIGH
 
 
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "CpuAttention":
-    """Return the backend, or raise UnavailableError if it does not support `shape` or the kernels are missing."""
+    """Return the attention backend for CPUs, which uses the C kernels.
+
+    Raises UnavailableError if the backend does not support `shape`, or if the C kernels are missing.
+    """
     (_FLOAT32 if shape.dtype == torch.float32 else _BFLOAT16).check(shape, device)
     if kernels is None:
         raise UnavailableError(
@@ -34,9 +37,9 @@ def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | No
 
 @dataclass(frozen=True, slots=True)
 class CpuAttend:
-    """The attention of one prepared step.
+    """The attention function of one prepared step on a CPU. A call computes one layer.
 
-    A call computes one layer. Code that runs a whole stack of layers reads the fields instead.
+    Code that runs all layers in one call of the C kernels reads the fields instead.
     """
 
     kernels: CpuKernels
@@ -45,13 +48,13 @@ class CpuAttend:
     kv_cache: Sequence[LayerCache]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Compute the attention of one layer. See `Attend`."""
+        """Compute the attention of one layer and return the output [T, num_heads, head_dim]. See `Attend`."""
         scoring = replace(self.scorings[layer], sinks=sinks)
         return self.kernels.attend(self.rows, scoring, query, key, value, *self.kv_cache[layer])
 
 
 class CpuAttention:
-    """The backend for CPUs on which the C kernels can be built."""
+    """The attention backend for CPUs on which the C kernels can be built."""
 
     name = "cpu"
     is_head_major = True  # a head's keys are then read in contiguous runs of block length
@@ -64,10 +67,10 @@ class CpuAttention:
         self._scorings = [shape.scoring(window, cpu) for window in shape.windows]  # one per layer
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> CpuAttend:
-        """Prepare a step over `kv_cache`, which has one entry per layer. See `AttentionBackend.prepare`."""
+        """Prepare the attention of one step. `kv_cache` has one entry per layer. See `AttentionBackend.prepare`."""
         rows = PagedRows.of(batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
         return self.prepare_rows(rows, kv_cache)
 
     def prepare_rows(self, rows: PagedRows, kv_cache: Sequence[LayerCache]) -> CpuAttend:
-        """Prepare a step from rows in the layout that the kernels read."""
+        """Prepare the attention of one step from rows (running sequences) in the layout that the C kernels read."""
         return CpuAttend(self._kernels, rows, self._scorings, kv_cache)

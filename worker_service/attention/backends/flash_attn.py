@@ -37,13 +37,19 @@ _CAPABILITY = Capability(
 
 
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "FlashAttention":
-    """Return the backend, or raise UnavailableError if it does not support `shape` on `device`."""
+    """Return the attention backend that uses the package flash-attn.
+
+    Raises UnavailableError if the backend does not support `shape` on `device`.
+    """
     _CAPABILITY.check(shape, device)
     return FlashAttention(shape, device)
 
 
 class FlashAttention:
-    """The backend for GPUs where flash-attn is installed. The Triton kernel writes keys and values to the cache."""
+    """The attention backend for GPUs on which the package flash-attn is installed.
+
+    A Triton kernel writes keys and values to the KV cache, and flash-attn attends.
+    """
 
     name = "flash_attn"
     is_head_major = False
@@ -56,7 +62,10 @@ class FlashAttention:
         self._window_sizes = [(window - 1, 0) if window else (-1, -1) for window in shape.windows]
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Separate the rows that decode from the other rows. See `AttentionBackend.prepare`."""
+        """Prepare the attention of one step: separate the rows that decode one token from the rows that prefill.
+
+        See `AttentionBackend.prepare`.
+        """
         rows = batch.rows_on(kv_cache[0][0].device)
         assert rows.num_decodes is not None, "only behind a graph, which cannot hold this backend"
         block_tables = batch.block_tables.to(torch.int32)
@@ -88,7 +97,10 @@ _Attending = tuple[slice, Callable[..., Tensor]]
 
 
 def _decodes(rows: DeviceRows, num: int, block_tables: Tensor, options: Mapping[str, Any]) -> _Attending:
-    """Return the tokens of the first `num` rows, which decode one token each, and their attention function."""
+    """Prepare attention for the first `num` rows of a step, which decode one token each.
+
+    Return the slice of their tokens in the batch, and the function that attends with these tokens.
+    """
     of_rows = {"cache_seqlens": rows.seq_lens[:num], "block_table": block_tables[:num]}
 
     def attend(query: Tensor, *caches: Tensor, window_size: tuple[int, int]) -> Tensor:
@@ -103,7 +115,10 @@ def _decodes(rows: DeviceRows, num: int, block_tables: Tensor, options: Mapping[
 def _prompts(
     batch: AttentionBatch, rows: DeviceRows, first: int, block_tables: Tensor, options: Mapping[str, Any]
 ) -> _Attending:
-    """Return the tokens of the rows from `first` on, which have any number of tokens, and their attention function."""
+    """Prepare attention for the rows of a step from index `first` on, which may have several new tokens each.
+
+    Return the slice of their tokens in the batch, and the function that attends with these tokens.
+    """
     starts = rows.query_start_loc[first:]
     of_rows = {
         "cu_seqlens_q": starts - starts[0],

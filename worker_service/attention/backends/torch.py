@@ -43,13 +43,16 @@ _ON_A_CPU = replace(_CAPABILITY, cache_dtypes=EIGHT_BITS)
 
 
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "TorchAttention":
-    """Return the backend, or raise UnavailableError if it does not support `shape` on `device`."""
+    """Return the attention backend in plain torch.
+
+    Raises UnavailableError if it does not support `shape` on `device`.
+    """
     (_ON_A_CPU if device.type == "cpu" else _CAPABILITY).check(shape, device)
     return TorchAttention(shape, device)
 
 
 class TorchAttention:
-    """The backend that needs only torch."""
+    """The attention backend in plain torch, for CPUs and GPUs. It needs no other package."""
 
     name = "torch"
     is_head_major = False
@@ -61,7 +64,10 @@ class TorchAttention:
         self._scoring = shape.scoring(0, device)  # for all layers, without windows and sinks
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Sort the rows into kinds and compute their cache indices and masks. See `AttentionBackend.prepare`."""
+        """Prepare the attention of one step: sort its rows into kinds, and compute their cache indices and masks.
+
+        See `AttentionBackend.prepare`.
+        """
         caches = [(TokenRows(keys), TokenRows(values)) for keys, values in kv_cache]
         windows = self._shape.windows
         steps = [_Step.of(batch, kv_cache[0][0], window, self._shape.dtype) for window in sorted(set(windows))]
@@ -82,7 +88,7 @@ class TorchAttention:
 
 
 def _supports_masks(device: torch.device) -> bool:
-    """Return whether `F.scaled_dot_product_attention` may be given masks on `device`.
+    """Return whether `F.scaled_dot_product_attention` can be used with masks on `device`.
 
     On a GPU (an H200 with torch 2.11), a mask at an unaligned address ended the process, and results under a window's
     mask were wrong. Attention that needs a mask is computed by `_attend_scored` there.
@@ -91,14 +97,17 @@ def _supports_masks(device: torch.device) -> bool:
 
 
 def _is_plain(scoring: Scoring) -> bool:
-    """Return whether `F.scaled_dot_product_attention` supports this scoring, given a mask."""
+    """Return whether `F.scaled_dot_product_attention` can compute this attention: no soft cap, ALiBi slopes or sinks.
+
+    A sliding window is possible, because a mask can express it.
+    """
     return not scoring.softcap and scoring.alibi_slopes is None and scoring.sinks is None
 
 
 def _attend_scored(
     queries: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, distances: Tensor, head_shape: tuple[int, ...]
 ) -> Tensor:
-    """Compute attention with soft caps, slopes, windows or sinks in plain operations.
+    """Compute attention in plain torch operations, with soft caps, ALiBi slopes, sliding windows and sinks.
 
     `F.scaled_dot_product_attention` supports soft caps, slopes and sinks on no device.
 
@@ -128,7 +137,10 @@ def _attend_scored(
 
 @dataclass(frozen=True, slots=True)
 class _FirstChunk:
-    """The first tokens of a row, from position 0 on, at most as long as the window."""
+    """The first tokens of a prompt, from position 0 on, at most as many as the layer's window.
+
+    They attend to their own keys and values and read no KV cache.
+    """
 
     tokens: slice
 
@@ -146,7 +158,7 @@ class _FirstChunk:
 
 @dataclass(frozen=True, slots=True)
 class _LaterChunk:
-    """A row's tokens that follow earlier context, or that are more than the window."""
+    """New tokens of a sequence that also attend to earlier tokens in the KV cache, or that are more than the window."""
 
     tokens: slice
     positions: Tensor  # [N] cache rows of the row's positions
@@ -178,7 +190,7 @@ class _LaterChunk:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """R rows of one token each, padded to N positions."""
+    """R sequences that decode one token each and attend together. Their keys are padded to N positions."""
 
     tokens: Tensor  # [R]
     positions: Tensor  # [R * N] cache rows; padding repeats a row's last position
@@ -216,7 +228,7 @@ _Part = _FirstChunk | _LaterChunk | _DecodeGroup
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The batch of a step and the cache's layout, for the layers with one window size."""
+    """The rows (running sequences) of a step and the KV cache's layout, for all layers with the same window size."""
 
     num_queries: list[int]  # [S]
     query_start_loc: list[int]  # [S + 1]
@@ -253,9 +265,9 @@ class _Step:
         return blocks * self.block_stride + offsets
 
     def positions(self, rows: list[int], num_positions: int) -> Tensor:
-        """Return the cache rows of `num_positions` positions for each row, flattened.
+        """Return the indices at which the KV cache stores some rows' positions: `num_positions` indices for each row.
 
-        Positions past a row's end repeat the row's last position.
+        The result is flattened. Positions past a row's end repeat the row's last position.
         """
         device = self.block_tables.device
         ends = [[self.starts[row], self.starts[row] + self.lengths[row] - 1] for row in rows]
@@ -270,7 +282,10 @@ def _first_chunks(step: _Step) -> list[_Part]:
 
 
 def _is_first_chunk(step: _Step, row: int) -> bool:
-    """Return whether plain causal attention over the new tokens suffices for the row."""
+    """Return whether a row can attend to its new tokens alone, without the KV cache.
+
+    This is so if the row has no earlier tokens, and if no more new tokens than the window.
+    """
     num_queries = step.num_queries[row]
     return num_queries == step.lengths[row] and (not step.window or num_queries <= step.window)
 
@@ -288,9 +303,10 @@ def _later_chunks(step: _Step) -> list[_Part]:
 
 
 def _mask(step: _Step, num_queries: int, num_positions: int) -> Tensor:
-    """Return the additive mask [queries, positions] of the step's window, aligned to the bottom right.
+    """Return the additive attention mask [queries, positions], causal and limited to the step's window.
 
-    The mask is causal. Its last q rows and last n columns apply to any q queries that are the last of n positions.
+    The mask is aligned to the bottom right: its last q rows and last n columns apply to any q queries that are the last
+    of n positions.
     """
     num_queries = min(num_queries, MAX_CHUNK_QUERIES)
     if step.window:
@@ -332,7 +348,11 @@ def _decode_group(step: _Step, rows: list[int]) -> _DecodeGroup:
 
 
 def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Return the attention of one row's last Q queries [Q, num_heads, head_dim] over [N, num_kv_heads, head_dim]."""
+    """Compute the attention of one sequence's last Q tokens over N positions.
+
+    `query` is [Q, num_heads, head_dim], `key` and `value` are [N, num_kv_heads, head_dim]. Return the output in the
+    shape of `query`.
+    """
     num_kv_heads = key.shape[1]
     num_groups = query.shape[1] // num_kv_heads
     queries = query.unflatten(1, (num_kv_heads, num_groups)).permute(1, 2, 0, 3)  # [num_kv_heads, G, Q, head_dim]

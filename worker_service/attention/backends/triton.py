@@ -36,17 +36,20 @@ _CAPABILITY = Capability(
 
 
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "TritonAttention":
-    """Return the backend, or raise UnavailableError if it does not support `shape` on `device`."""
+    """Return the attention backend that uses Triton kernels. Raises UnavailableError if it does not support `shape`.
+
+    The error is also raised if the GPU is too old, or if `device` is not a GPU.
+    """
     _CAPABILITY.check(shape, device)
     return TritonAttention(shape, torch.cuda.get_device_properties(device).multi_processor_count, device)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedAttend:
-    """An `Attend` whose two halves can be called separately.
+    """The attention function of one prepared step on a GPU. Its two halves can also be called separately.
 
-    The first half writes keys and values to the cache, in a launch of its own or in the launch that rotates the heads.
-    The second half attends. A cache of 8-bit floats has scales of 1.
+    The first half writes keys and values to the KV cache, in a launch of its own or in the launch that rotates the
+    heads. The second half attends. A cache of 8-bit floats has scales of 1.
     """
 
     kv_cache: Sequence[LayerCache]
@@ -56,13 +59,13 @@ class CachedAttend:
     attend_cached: Callable[[int, Tensor, Tensor | None], Tensor]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Compute the attention of one layer. See `Attend`."""
+        """Compute the attention of one layer and return the output in the shape of `query`. See `Attend`."""
         reshape_and_cache(key, value, *self.kv_cache[layer], self.caching.slot_mapping)
         return self.attend_cached(layer, query, sinks)
 
 
 class TritonAttention:
-    """The backend for GPUs. A cache of 8-bit floats stores keys and values unscaled (scale 1)."""
+    """The attention backend for GPUs. A KV cache of 8-bit floats stores keys and values unscaled (scale 1)."""
 
     name = "triton"
     is_head_major = False
@@ -70,7 +73,7 @@ class TritonAttention:
     is_mixed_capturable = True
 
     def __init__(self, shape: AttentionShape, num_processors: int, device: torch.device) -> None:
-        """`num_processors`: the device's number of multiprocessors (`multi_processor_count`)."""
+        """Create the backend. `num_processors` is the GPU's number of multiprocessors (`multi_processor_count`)."""
         self._shape = shape
         self._scorings = {window: shape.scoring(window, device) for window in set(shape.windows)}
         self._num_processors = num_processors
@@ -81,9 +84,9 @@ class TritonAttention:
         self._strides: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Decide for each window whether and where rows are split, and which kernels its layers launch.
+        """Prepare the attention of one step: choose its kernels, and decide whether and where long rows are split.
 
-        See `AttentionBackend.prepare`.
+        Layers with the same window share the choice. See `AttentionBackend.prepare`.
         """
         strides = self._strides_of(kv_cache)
         device = kv_cache[0][0].device
@@ -115,9 +118,9 @@ class TritonAttention:
         return CachedAttend(kv_cache, HeadCaching(batch.slot_mapping), attend)
 
     def _strides_of(self, kv_cache: Sequence[LayerCache]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return the strides of each layer's keys and values.
+        """Return the strides of each layer's key cache and value cache.
 
-        The strides are checked when a cache is first seen. A worker uses the same cache in all of its steps.
+        The strides are checked when a KV cache is first seen. A worker uses the same cache in all of its steps.
         """
         if self._first_cache is None or self._first_cache() is not kv_cache[0][0]:
             caches = [paged_caches(*layer) for layer in kv_cache]
@@ -128,7 +131,11 @@ class TritonAttention:
     def _plan(
         self, batch: AttentionBatch, decode_lens: Tensor, window: int, num_blocks: int, device: torch.device
     ) -> SplitPlan | None:
-        """Return the splits of the decoding rows for layers of this window, or None if the rows are not split."""
+        """Decide how the positions of decoding rows are split among GPU programs, for layers of this window.
+
+        Return None if the rows are not split, because splitting would not be faster. `decode_lens` are the rows'
+        lengths.
+        """
         max_positions = window or ANY_LEN
         lengths = [min(length, max_positions) for length in batch.seq_lens[: len(decode_lens)]]
         # The upper bounds of a graph's rows may add up to more than the cache can hold.
@@ -141,10 +148,10 @@ class TritonAttention:
         return plan
 
     def _allocate(self, num_rows: int, window: int, device: torch.device) -> SplitPlan:
-        """Return memory for a split plan.
+        """Return memory for a split plan, which divides the positions of decoding rows among GPU programs.
 
-        Consecutive steps share one allocation per window. A captured graph gets its own allocation, which lasts while
-        the graph can be replayed.
+        Consecutive steps share one allocation per window. A captured CUDA graph gets its own allocation, which lasts
+        while the graph can be replayed.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._new_plan(num_rows, device)
@@ -160,10 +167,10 @@ class TritonAttention:
 
 
 def _split_lengths(rows: DeviceRows) -> tuple[Tensor, Tensor]:
-    """Return the two lengths that `PagedAttention.of_any_rows` expects, [S] int32 each: of decodes and of prefills.
+    """Return the lengths of a step's rows for two kernels, [S] int32 each: one decodes, the other prefills.
 
-    Row i decodes if it starts at token i and has exactly one token. Decode lengths are 0 for other rows, and prefill
-    lengths are -1 for rows that decode.
+    `PagedAttention.of_any_rows` expects these tensors. Row i decodes if it starts at token i and has exactly one token.
+    Decode lengths are 0 for other rows, and prefill lengths are -1 for rows that decode.
     """
     starts, ends = rows.query_start_loc[:-1], rows.query_start_loc[1:]
     places = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
