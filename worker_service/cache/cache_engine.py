@@ -27,7 +27,7 @@ _NUM_MEASUREMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """The dimensions and the data type of one block."""
+    """The dimensions and the data type of one KV cache block."""
 
     num_layers: int
     block_size: int
@@ -38,20 +38,21 @@ class CacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """The size of one block in bytes, K and V of all layers."""
+        """The size of one KV cache block in bytes, with the keys and values of all layers."""
         return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.row_size * self.dtype.itemsize
 
     @property
     def row_size(self) -> int:
-        """The elements of one head at one position. An int8 cache includes its scale in them."""
+        """The number of elements that store one head at one position. In an int8 cache they include the scale."""
         return row_size(self.head_dim, self.dtype)
 
 
 class CacheEngine:
-    """The KV cache: `layers[i]` is (key_cache, value_cache), each [num_blocks + 1, block_size, num_kv_heads, row_size].
+    """The memory of the KV cache: a pool of blocks on the device, and a pool of swapped-out blocks on the host.
 
-    The engine initializes only block 0. The content of other blocks, NaN included, is not read before a step or move
-    writes it. `check` validates the block operations of a plan before any of them starts.
+    `layers[i]` is (key_cache, value_cache), each [num_blocks + 1, block_size, num_kv_heads, row_size]. The engine
+    initializes only block 0. The content of other blocks, NaN included, is not read before a step or move writes it.
+    `check` validates the block operations of a plan before any of them starts.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class CacheEngine:
         num_host_blocks: int = 0,
         streams: Device | None = None,
     ) -> None:
-        """Allocate both pools.
+        """Allocate the device blocks and the host blocks.
 
         `streams` is an accelerator, which moves blocks while it computes. If it is None, all operations run in the
         order of the calls. On a CPU they finish before the calls return.
@@ -87,13 +88,13 @@ class CacheEngine:
         self._last_planned_step = 0
 
     def reset(self) -> None:
-        """Begin an epoch, after every started operation has finished."""
+        """Begin an epoch with the KV cache, after every started move and copy of blocks has finished."""
         self._moves.synchronize()
         self._moves.reset()
         self._last_planned_step = 0
 
     def check(self, plan: StepPlan) -> None:
-        """Raise WorkerProtocolError for an invalid move or copy.
+        """Raise WorkerProtocolError if a step plan contains an invalid move or copy of KV cache blocks.
 
         A move or copy is invalid if an id is out of range, if sources and targets differ in number, or if a block is
         written twice. A plan must not swap the same block out and in.
@@ -116,23 +117,26 @@ class CacheEngine:
         _check_moved_once("host", plan.swap_out_host_blocks, plan.swap_in_host_blocks)
 
     def move(self, plan: StepPlan) -> None:
-        """Start the plan's moves, which run after all computation that was submitted earlier.
+        """Start the plan's moves of KV cache blocks between device and host.
 
-        `plan` has been checked.
+        The moves run after all computation that was submitted earlier. `plan` must have passed `check`.
         """
         self._last_planned_step = plan.step
         if plan.swap_out_device_blocks or plan.swap_in_host_blocks:
             self._moves.start(plan)
 
     def copy(self, plan: StepPlan) -> None:
-        """Copy between device blocks before any later computation. `plan` has been checked."""
+        """Copy KV cache blocks within the device as the plan requests, before any later computation.
+
+        `plan` must have passed `check`.
+        """
         if plan.copy_source_blocks:
             self._moves.copy(plan.copy_source_blocks, plan.copy_target_blocks)
 
     def fill_with_nan(self, block_ids: Sequence[int], start: int, end: int) -> None:
-        """Fill positions [start, end) of a row's block table with NaN.
+        """Fill positions [start, end) of a sequence in the KV cache with NaN. `block_ids` is its block table.
 
-        A row that reads these positions then yields no token.
+        A sequence that reads these positions then yields no token.
         """
         block_size, position = self.shape.block_size, start
         while position < end:
@@ -145,19 +149,19 @@ class CacheEngine:
             position = last
 
     def last_moved_step(self) -> int:
-        """Return the last step for which all moves, of it and of earlier plans, are done.
+        """Return the number of the last step whose KV cache block moves are done.
 
-        Without streams, moves are done when `move` returns.
+        The moves of all earlier steps are done too. Without streams, moves are done when `move` returns.
         """
         return self._moves.last_done_step(self._last_planned_step)
 
     @property
     def is_moving(self) -> bool:
-        """Whether some started moves are not yet covered by `last_moved_step`."""
+        """Whether some KV cache block moves are in progress that `last_moved_step` has not yet reported as done."""
         return self._moves.is_busy
 
     def measure_bandwidth(self) -> float:
-        """Return the bandwidth between device and host in bytes per second.
+        """Measure how fast KV cache blocks move between device and host. Return bytes per second.
 
         The result is the median of a few moves of scattered blocks in both directions. The measurement overwrites the
         content of the blocks. The result is zero if there are no host blocks.
@@ -175,7 +179,7 @@ class CacheEngine:
         return len(device_ids) * self.shape.block_bytes / statistics.median(seconds)
 
     def _time(self, plan: StepPlan) -> float:
-        """Return the seconds that the plan's moves take."""
+        """Carry out the block moves of a plan and return their duration in seconds."""
         started = time.perf_counter()
         self.move(plan)
         self._moves.synchronize()
@@ -189,9 +193,9 @@ def _check_ids(what: str, block_ids: Sequence[int], num_blocks: int) -> None:
 
 
 def _check_moved_once(where: str, swapped_out: Sequence[int], swapped_in: Sequence[int]) -> None:
-    """Raise WorkerProtocolError if a block is swapped out and in by the same plan.
+    """Raise WorkerProtocolError if the same plan swaps a KV cache block out and in.
 
-    Both ends of a move are reserved until it is done. No other move may write its source or read its target.
+    Both ends of a move are reserved until the move is done. No other move may write its source or read its target.
     """
     both = swapped_out and swapped_in and set(swapped_out).intersection(swapped_in)
     if both:

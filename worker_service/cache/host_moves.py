@@ -9,44 +9,47 @@ from pagewire.common.wire.messages import StepPlan
 
 
 class HostMoves:
-    """A host pool for a device pool that is in host memory too."""
+    """Moves and copies of KV cache blocks on a CPU, where the device pool and the host pool are both in host memory."""
 
     is_busy = False
 
     def __init__(self, blocks: Tensor, num_host_blocks: int) -> None:
-        """`blocks`: the device pool, [num_blocks + 1, block_bytes] uint8."""
+        """Allocate the host pool. `blocks` is the device pool, [num_blocks + 1, block_bytes] uint8."""
         self._blocks = blocks
         self._host_blocks = blocks.new_empty((num_host_blocks + 1, blocks.shape[1]), device="cpu")
 
     def start(self, plan: StepPlan) -> None:
-        """Carry out the plan's moves. No block may be named by moves of both directions."""
+        """Carry out the plan's moves of KV cache blocks at once.
+
+        A block must not be both swapped out and swapped in.
+        """
         _transfer(self._blocks, plan.swap_out_device_blocks, self._host_blocks, plan.swap_out_host_blocks)
         _transfer(self._host_blocks, plan.swap_in_host_blocks, self._blocks, plan.swap_in_device_blocks)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy between device blocks. All sources are read before any target is written."""
+        """Copy KV cache blocks within the device pool. All sources are read before any target is written."""
         if set(sources).isdisjoint(targets):
             _transfer(self._blocks, sources, self._blocks, targets)
         else:
             self._blocks.index_copy_(0, torch.tensor(targets), self._blocks.index_select(0, torch.tensor(sources)))
 
     def run(self, operation: Callable[[], object]) -> None:
-        """Carry out an operation that writes to the blocks."""
+        """Run an operation that writes to the KV cache blocks, at once."""
         operation()
 
     def synchronize(self) -> None:
-        """Return at once: no operation is ever in progress."""
+        """Return at once, because no move or copy of blocks is ever in progress."""
 
     def last_done_step(self, last_planned_step: int) -> int:
-        """Return `last_planned_step`: the moves of all plans up to it are done."""
+        """Return `last_planned_step`, because the block moves of each plan are done when `start` returns."""
         return last_planned_step
 
     def reset(self) -> None:
-        """Begin an epoch. The content of the blocks is not read again."""
+        """Begin an epoch. There is nothing to do, because the old content of the KV cache blocks is not read again."""
 
 
 def _transfer(source: Tensor, source_ids: Sequence[int], target: Tensor, target_ids: Sequence[int]) -> None:
-    """Copy blocks between tensors, or within one tensor if no block is both read and written.
+    """Copy blocks between two tensors, or within one tensor if no block is both read and written.
 
     Each run of ids that ascend by 1 at both ends is one copy. On a CPU this is 2 to 8 times faster than gathering and
     scattering, except for blocks of a few KiB.

@@ -34,13 +34,16 @@ _SLAB_BYTES = 1 << 30
 
 
 def num_staging_blocks(num_host_blocks: int, block_bytes: int) -> int:
-    """Return the number of staging blocks that a device needs besides its pool: 0 if there are no host blocks."""
+    """Return the number of blocks of a GPU's staging buffer, through which KV cache blocks move to and from the host.
+
+    The result is 0 if there are no host blocks.
+    """
     return min(num_host_blocks, max(1, _MAX_STAGING_BYTES // block_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockOperations:
-    """Operations on blocks.
+    """The functions that gather, scatter and copy KV cache blocks on one device.
 
     Blocks are rows of bytes, [num_blocks, block_bytes] uint8. Ids are int64 on the same device.
     """
@@ -52,7 +55,7 @@ class _BlockOperations:
 
 
 def _block_operations(device: torch.device) -> _BlockOperations:
-    """Return the operations for `device`: Triton kernels on CUDA, plain torch elsewhere.
+    """Return the functions that gather, scatter and copy blocks on `device`: Triton kernels on CUDA, else plain torch.
 
     A gather by the Triton kernel is one launch that needs no memory of its own.
     """
@@ -76,14 +79,17 @@ def _copy(blocks: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
 
 
 class _BlockIds:
-    """Transfers of block ids to the device. Each list of ids has its own host memory until a stream has read it."""
+    """Pinned host memory for lists of block ids that are copied to the GPU.
+
+    Each list has its own memory, which is kept until a CUDA stream has read it.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._under_way: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def put(self, ids: Sequence[int]) -> Tensor:
-        """Return the ids in pinned memory, for an operation that copies them to the device.
+        """Copy block ids to pinned host memory and return it, for an operation that copies the ids to the GPU.
 
         Call `hold` after that operation has been put on its stream.
         """
@@ -94,21 +100,24 @@ class _BlockIds:
         return pinned
 
     def hold(self, pinned: Tensor, stream: Stream) -> torch.cuda.Event:
-        """Keep the memory until all operations that are now on the stream are done. Return an event for that time."""
+        """Keep a buffer of block ids alive until the CUDA stream has finished the operations queued so far.
+
+        Return the CUDA event that marks this point.
+        """
         event = stream.record()
         self._under_way.append((event, pinned))
         return event
 
     def reset(self) -> None:
-        """Release all memory. Every stream has been synchronized."""
+        """Release all buffers of block ids. Every CUDA stream must have been synchronized."""
         self._under_way.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run of adjacent blocks that one transfer copies.
+    """A run of adjacent KV cache blocks that one transfer copies between the staging buffer and the host pool.
 
-    It is staging[first : first + num], and `num` places from `place` on in one slab of the host pool.
+    The blocks are staging[first : first + num], and `num` places of the host pool from `place` on, all in one slab.
     """
 
     first: int
@@ -117,15 +126,18 @@ class _Run:
 
 
 class StreamMoves:
-    """A host pool, moves to and from it on the device's move stream, and copies between device blocks.
+    """Moves of KV cache blocks between a GPU and a pool of blocks in host memory, and copies of blocks on the GPU.
 
-    The moves of a plan begin after all operations that were put on the compute stream earlier. No computation waits for
-    moves. While a move is in progress, no plan may write a block that the move names, or read the move's target (S3 and
-    S4 of ARCHITECTURE.md).
+    The moves run on a CUDA stream of their own. The moves of a plan begin after all operations that were put on the
+    compute stream earlier. No computation waits for moves. While a move is in progress, no plan may write a block that
+    the move names, or read the move's target (S3 and S4 of ARCHITECTURE.md).
     """
 
     def __init__(self, device: Device, blocks: Tensor, num_host_blocks: int) -> None:
-        """`blocks`: the device pool, [num_blocks + 1, block_bytes] uint8."""
+        """Allocate the host pool and the staging buffer.
+
+        `blocks` is the device pool, [num_blocks + 1, block_bytes] uint8.
+        """
         block_bytes = blocks.shape[1]
         self._device = device
         self._blocks = blocks
@@ -142,7 +154,10 @@ class StreamMoves:
         self._pending: deque[tuple[int, torch.cuda.Event]] = deque()  # (step, event at which its moves are done)
 
     def start(self, plan: StepPlan) -> None:
-        """Put the plan's moves on the move stream. No block may be named by moves of both directions."""
+        """Enqueue the plan's moves of KV cache blocks on the move stream.
+
+        A block must not be both swapped out and swapped in.
+        """
         stream = self._device.moves
         stream.wait_for(self._device.compute.record())
         out_places = self._reassign_places(plan.swap_out_host_blocks)
@@ -163,7 +178,7 @@ class StreamMoves:
         self._pending.append((plan.step, self._ids.hold(ids, stream)))
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy between device blocks before any later computation.
+        """Copy KV cache blocks within the GPU, before any later computation.
 
         All sources are read before any target is written.
         """
@@ -172,32 +187,41 @@ class StreamMoves:
         self._ids.hold(ids, self._device.compute)
 
     def run(self, operation: Callable[[], object]) -> None:
-        """Carry out an operation that writes to the blocks, before any later computation."""
+        """Enqueue an operation that writes to the KV cache blocks, so that it runs before any later computation."""
         self._device.compute.run(operation)
 
     def synchronize(self) -> None:
-        """Wait until all operations on all streams are done."""
+        """Wait until all operations on all streams of the GPU are done."""
         self._device.synchronize()
 
     def last_done_step(self, last_planned_step: int) -> int:
-        """Return the last step for which all moves, of it and of earlier plans, are done."""
+        """Return the number of the last step whose KV cache block moves are done.
+
+        The moves of all earlier steps are done too. If no moves are in progress, return `last_planned_step`.
+        """
         while self._pending and self._pending[0][1].query():
             self._pending.popleft()
         return self._pending[0][0] - 1 if self._pending else last_planned_step
 
     @property
     def is_busy(self) -> bool:
-        """Whether some started moves are not yet covered by `last_done_step`."""
+        """Whether some KV cache block moves are in progress that `last_done_step` has not yet reported as done."""
         return bool(self._pending)
 
     def reset(self) -> None:
-        """Begin an epoch. Every stream has been synchronized, and the content of the blocks is not read again."""
+        """Begin an epoch: forget all moves and the places of host blocks.
+
+        Every stream must have been synchronized. The old content of the blocks is not read again.
+        """
         self._pending.clear()
         self._ids.reset()
         self._places.clear()
 
     def _host(self, place: int, num: int) -> Tensor:
-        """Return `num` adjacent places of one slab as [num, block_bytes]."""
+        """Return the memory of `num` adjacent places of the host pool, [num, block_bytes] uint8.
+
+        They must be in one slab.
+        """
         slab, first = divmod(place, self._slab_blocks)
         return self._slabs[slab][first : first + num]
 
@@ -205,8 +229,9 @@ class StreamMoves:
         return self._places.setdefault(host_block, len(self._places))
 
     def _reassign_places(self, host_blocks: Sequence[int]) -> list[int]:
-        """Sort the pool places of these host blocks and reassign them to the blocks in that order.
+        """Sort the places that these host blocks have in the host pool, and reassign them to the blocks in that order.
 
+        Blocks that are swapped out together then often have adjacent places, so one transfer can copy several blocks.
         Return the sorted places. Place i belongs to host_blocks[i].
         """
         places = sorted([self._place(host_block) for host_block in host_blocks])
@@ -218,7 +243,10 @@ class StreamMoves:
         return list(_find_runs(places, self._max_transfer_blocks, self._slab_blocks))
 
     def _copy(self, ids: Tensor, is_chained: bool) -> None:
-        """Copy blocks. `ids` are the sources followed by the targets. Chained: a block is both source and target."""
+        """Copy KV cache blocks on the GPU. `ids` are the ids of the sources, followed by the ids of the targets.
+
+        If `is_chained` is set, some block is both a source and a target, so all sources are read first.
+        """
         source_ids, target_ids = ids.to(self._blocks.device, non_blocking=True).chunk(2)
         if is_chained:
             self._blocks.index_copy_(0, target_ids, self._blocks.index_select(0, source_ids))
@@ -241,7 +269,10 @@ class StreamMoves:
 
 
 def _find_runs(places: Sequence[int], max_blocks: int, slab_blocks: int) -> Iterator[_Run]:
-    """Yield runs of places that ascend by 1, in order. Each run is in one slab and at most `max_blocks` long."""
+    """Divide places of the host pool into runs that ascend by 1, and yield the runs in order.
+
+    Each run is in one slab of the pool and at most `max_blocks` long, so that one transfer can copy it.
+    """
     start = 0
     for end in range(1, len(places) + 1):
         num = end - start
