@@ -90,7 +90,7 @@ class EpochGrammars:
         return self._thread is not None
 
     def begin(self, epoch: int, report: Report) -> None:
-        """Begin an epoch and forget the grammars of earlier epochs.
+        """Begin an epoch (a session with a scheduler) and forget the grammars of earlier epochs.
 
         `report` is called on the compile thread when a grammar is ready or has failed.
         """
@@ -158,7 +158,7 @@ class EpochGrammars:
         return "it was never added" if grammar_id > self._last_id else "it was released before, if it was ever added"
 
     def _is_wanted(self, grammar: "_Grammar") -> bool:
-        """Return whether a grammar is still needed: it has not been released, and its epoch has not ended."""
+        """Return whether a grammar is still needed: it has not been released, and its session has not ended."""
         return self._grammars.get(grammar.added.grammar_id) is grammar
 
     def _prepare(self, grammar: "_Grammar", compile: Compile) -> None:
@@ -227,4 +227,4 @@ def _check(added: AddedGrammar, vocab_size: int) -> None:
 
 
 def _ignore_report(report: GrammarReport) -> None:
-    """Ignore the report of a grammar, because no epoch has begun."""
+    """Ignore the report of a grammar, because no session with a scheduler has begun."""

@@ -225,5 +225,8 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig, tls: TlsFiles | None) -
 
 
 def _names(text: str | None) -> frozenset[str] | None:
-    """Return the names in a comma-separated list. None means that no list was given and any name is permitted."""
+    """Split a comma-separated list of the client names that TLS certificates may have.
+
+    None means that no list was given and any name is permitted; it stays None.
+    """
     return None if text is None else frozenset(name.strip() for name in text.split(","))

@@ -21,7 +21,7 @@ class Stream(Protocol):
     """
 
     def run(self, operation: StreamWork) -> None:
-        """Put an operation on the stream."""
+        """Add an operation to the end of the stream. The call does not wait for the operation."""
 
     def record(self) -> torch.cuda.Event:
         """Return an event that is done when all operations added to the stream so far are done.

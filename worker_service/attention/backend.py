@@ -63,7 +63,7 @@ class DeviceRows:
 
     @staticmethod
     def of(query_start_loc: Sequence[int], seq_lens: Sequence[int], device: torch.device) -> "DeviceRows":
-        """Copy the offsets and lengths of a step's rows from host lists to `device`, and return the tensors."""
+        """Copy the token offsets and lengths of a step's sequences from host lists to `device`. Return the tensors."""
         lengths = (end - start for start, end in pairwise(query_start_loc))
         return DeviceRows(
             torch.tensor(query_start_loc, dtype=torch.int32, device=device),
@@ -87,9 +87,9 @@ class AttentionBatch:
     device_rows: DeviceRows | None = None  # set on a GPU
 
     def rows_on(self, device: torch.device) -> DeviceRows:
-        """Return the GPU tensors of the step's rows. If `device_rows` is not set, build them on `device`.
+        """Return the GPU tensors with the lengths of the step's sequences: `device_rows`, or new tensors on `device`.
 
-        Building them copies from the host, so a CUDA graph cannot contain that case.
+        Building new tensors copies from the host, so a CUDA graph cannot contain that case.
         """
         return self.device_rows or DeviceRows.of(self.query_start_loc, self.seq_lens, device)
 

@@ -88,7 +88,7 @@ class CacheEngine:
         self._last_planned_step = 0
 
     def reset(self) -> None:
-        """Begin an epoch with the KV cache, after every started move and copy of blocks has finished."""
+        """Prepare the KV cache for a new session with a scheduler, after every started move and copy has finished."""
         self._moves.synchronize()
         self._moves.reset()
         self._last_planned_step = 0

@@ -34,7 +34,7 @@ class HostMoves:
             self._blocks.index_copy_(0, torch.tensor(targets), self._blocks.index_select(0, torch.tensor(sources)))
 
     def run(self, operation: Callable[[], object]) -> None:
-        """Run an operation that writes to the KV cache blocks, at once."""
+        """Run an operation that writes to the KV cache blocks. On a CPU it runs at once."""
         operation()
 
     def synchronize(self) -> None:
@@ -45,7 +45,7 @@ class HostMoves:
         return last_planned_step
 
     def reset(self) -> None:
-        """Begin an epoch. There is nothing to do, because the old content of the KV cache blocks is not read again."""
+        """Begin a new session with a scheduler. Nothing is to do, because the blocks' old content is not read again."""
 
 
 def _transfer(source: Tensor, source_ids: Sequence[int], target: Tensor, target_ids: Sequence[int]) -> None:

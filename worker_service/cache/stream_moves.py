@@ -45,7 +45,7 @@ def num_staging_blocks(num_host_blocks: int, block_bytes: int) -> int:
 class _BlockOperations:
     """The functions that gather, scatter and copy KV cache blocks on one device.
 
-    Blocks are rows of bytes, [num_blocks, block_bytes] uint8. Ids are int64 on the same device.
+    The blocks are one tensor [num_blocks, block_bytes] uint8. Ids are int64 on the same device.
     """
 
     gather: Callable[[Tensor, Tensor, Tensor], None]  # (blocks, ids, staging): staging[i] = blocks[ids[i]]
@@ -209,7 +209,7 @@ class StreamMoves:
         return bool(self._pending)
 
     def reset(self) -> None:
-        """Begin an epoch: forget all moves and the places of host blocks.
+        """Begin a new session with a scheduler: forget all block moves and the places of blocks in the host pool.
 
         Every stream must have been synchronized. The old content of the blocks is not read again.
         """

@@ -72,8 +72,8 @@ class DeviceComputation:
     ) -> None:
         """Create the computation. `layers` are the KV cache's tensors for each layer of the model.
 
-        CUDA graphs are captured for decode batches of up to `max_graph_batch_size` rows, and for other steps of up to
-        `max_graph_tokens` tokens. If `max_graph_batch_size` is 0, no graphs are captured.
+        CUDA graphs are captured for decode batches of up to `max_graph_batch_size` sequences, and for other steps of up
+        to `max_graph_tokens` tokens. If `max_graph_batch_size` is 0, no graphs are captured.
         """
         limits = table.limits
         self.table = table
@@ -154,7 +154,7 @@ class DeviceComputation:
     def _send(self, step: BegunStep, work: "_Work", edits: list[Edit]) -> Callable[[], LaunchedStep]:
         """Upload the inputs of a launch and of the edits of the GPU's sequence table, and carry out the edits.
 
-        Return a function that launches the computation. `work` describes the rows to compute.
+        Return a function that launches the computation. `work` describes the sequences to compute.
         """
         put = self._plan_work(work) if len(work.rows.slots) else None
         if work.upload.size:
@@ -175,7 +175,7 @@ class DeviceComputation:
     def _plan_work(self, work: "_Work") -> Callable[[], None]:
         """Add the inputs of a launch to its upload. Return a function that enqueues the computation after the upload.
 
-        The computation replays a CUDA graph if one fits the rows. There must be at least one row.
+        The computation replays a CUDA graph if a graph of a suitable size exists. There must be at least one sequence.
         """
         rows = work.rows
         is_decode = bool(rows.samples.all()) and bool((rows.num_new_tokens == 1).all())
@@ -185,7 +185,7 @@ class DeviceComputation:
         return self._plan_mixed(work, int(rows.num_new_tokens.sum()))
 
     def _plan_mixed(self, work: "_Work", num_tokens: int) -> Callable[[], None]:
-        """Return a function that enqueues the computation of rows that decode and rows that prefill, in any mix.
+        """Return a function that enqueues the computation of sequences that decode or prefill, in any mix.
 
         The function replays the CUDA graph of the next larger number of tokens, if one was captured.
         """
@@ -209,7 +209,7 @@ class DeviceComputation:
         return put
 
     def _plan_decode(self, work: "_Work", size: int) -> Callable[[], None]:
-        """Return a function that enqueues the computation of rows that decode one token each.
+        """Return a function that enqueues the computation of sequences that decode one token each.
 
         The function replays the CUDA graphs of batch size `size`.
         """
@@ -255,10 +255,10 @@ class DeviceComputation:
     def _compute(
         self, work: "_Work", rows: OrderedRows, places: Sequence[slice], indices: slice, packing: PackedSampling
     ) -> None:
-        """Compute rows that decode and rows that prefill, in any mix, without a CUDA graph.
+        """Compute sequences that decode or prefill, in any mix, without a CUDA graph.
 
-        `places` are the slices of the rows' columns in the upload. `indices` is the slice of the upload with the
-        indexes of the tokens after which a row samples.
+        `places` are the slices of the upload with the columns of `rows`. `indices` is the slice with the indexes of the
+        tokens after which a sequence samples.
         """
         columns = [work.packed.tensor[place] for place in places]
         hidden = self._forward(rows.inputs(columns, self.table.limits.block_size))
@@ -286,7 +286,7 @@ class DeviceComputation:
 
     @torch.inference_mode()
     def _sample(self, work: "_Work", logits: Tensor, packing: PackedSampling, others: list[Tensor]) -> None:
-        """Sample a token for each row from `logits`, and store the results in one tensor for the copy to the host.
+        """Sample a token for each sequence from `logits`, and store the results in one tensor for the copy to the host.
 
         The samples are followed by `others`, such as prompt log probabilities.
         """
@@ -299,7 +299,7 @@ class DeviceComputation:
 
     @torch.inference_mode()
     def _decode(self, buffers: DecodeBuffers) -> None:
-        """Run the forward pass of a batch of decoding rows, up to the logits.
+        """Run the forward pass of a batch of sequences that decode one token each, up to the logits.
 
         Both CUDA graphs of each batch size contain this operation.
         """
@@ -308,7 +308,7 @@ class DeviceComputation:
 
     @torch.inference_mode()
     def _sample_decoded(self, buffers: DecodeBuffers) -> None:
-        """Sample a token for each row of a decode batch whose rows need no log probabilities or other results.
+        """Sample a token for each sequence of a decode batch that needs no log probabilities or other results.
 
         The second CUDA graph of each batch size contains this operation.
         """
@@ -331,7 +331,7 @@ def _apply(edit: Edit, packed: OnDevice) -> None:
 
 @dataclass(slots=True)
 class _Work:
-    """The rows of one launch on the GPU, and the values that the operations of the launch pass to one another."""
+    """The sequences that one launch on the GPU computes, and the values that its operations pass to one another."""
 
     rows: WorkingRows
     sampling: StepSampling

@@ -79,7 +79,7 @@ class DecodeGraphs:
     ) -> None:
         """Capture two CUDA graphs for each batch size: `forward` alone, and `forward` followed by `sample`.
 
-        The captured operations run over padding rows. See `SizedGraphs.capture`.
+        The captured operations run on padding instead of sequences. See `SizedGraphs.capture`.
         """
 
         def forward_and_sample(buffers: DecodeBuffers) -> None:
@@ -103,15 +103,16 @@ class DecodeGraphs:
         self._device.compute.run(partial(sample, buffers))
 
     def _padding(self, size: int) -> DecodeBuffers:
-        """Return the tensors of the CUDA graphs of one batch size, filled with padding rows."""
+        """Return the tensors of the CUDA graphs of one batch size, filled with padding instead of sequences."""
         padding = torch.from_numpy(self.padded(np.empty(0, np.int64), np.empty(0, np.int64), size))
         self._device.compute.run(partial(self.set_rows, padding))
         return self.buffers[size]
 
     def padded(self, slots: NDArray[np.int64], seq_lens: NDArray[np.int64], size: int) -> NDArray[np.int32]:
-        """Return the slots and lengths of a decode batch in the layout that the CUDA graphs of size `size` read.
+        """Return the slots and lengths of a batch of decoding sequences in the layout that the CUDA graphs read.
 
-        The result is int32: all slots, then all lengths. Each of the two columns is padded to `size` rows and aligned.
+        A slot is the index of a sequence in the worker's table. The result is int32: all slots, then all lengths. Each
+        of the two columns is padded to `size` entries and aligned.
         """
         rows = np.zeros((2, aligned(size)), np.int32)
         rows[0] = self._limits.max_num_seqs  # the scratch slot
@@ -120,25 +121,28 @@ class DecodeGraphs:
         return rows.ravel()
 
     def set_rows(self, rows: Tensor) -> None:
-        """Copy a step's rows, as returned by `padded`, to the memory that the CUDA graphs read.
+        """Copy the slots and lengths of a step's sequences to the memory that the CUDA graphs read.
 
-        Must run on the compute stream.
+        `rows` is the result of `padded`. Must run on the compute stream.
         """
         self._rows[: len(rows)].copy_(rows)
 
     def rows(self, size: int) -> Tensor:
-        """Return the memory from which the CUDA graphs of this batch size read the rows that `padded` returns."""
+        """Return the memory from which the CUDA graphs of this batch size read the slots and lengths of the sequences.
+
+        Its layout is the layout of `padded`.
+        """
         return self._rows[: 2 * aligned(size)]
 
     def forward(self, size: int) -> None:
-        """Enqueue the CUDA graph of the forward pass for `size` rows on the compute stream.
+        """Enqueue the CUDA graph of the forward pass for `size` sequences on the compute stream.
 
-        The graph reads the rows that `set_rows` stored, and writes `DecodeBuffers.logits`.
+        The graph reads the slots and lengths that `set_rows` stored, and writes `DecodeBuffers.logits`.
         """
         self.captured[size][0]()
 
     def forward_and_sample(self, size: int) -> None:
-        """Enqueue the CUDA graph of the forward pass and plain sampling for `size` rows on the compute stream.
+        """Enqueue the CUDA graph of the forward pass and plain sampling for `size` sequences on the compute stream.
 
         The sampled tokens are written to the GPU's sequence table and to `DecodeBuffers.sampled`.
         """

@@ -15,9 +15,10 @@ from worker_service.rows import WorkingRows
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The T new tokens and the S rows of a step, in the layout that a GPU reads. Rows may decode or prefill in any mix.
+    """The T new tokens of S running sequences (rows) in one step, in the layout that a GPU reads.
 
-    The inputs belong to one step, or to every step that replays one CUDA graph.
+    The rows may decode or prefill in any mix. The inputs belong to one step, or to every step that replays one CUDA
+    graph.
 
     Attributes:
         token_slots, token_lengths: [T] int32, for each token the slot of its row, and the row's number of tokens up to
@@ -83,7 +84,7 @@ class OrderedRows:
         return OrderedRows(ordered, columns, token_starts, last_tokens[rows.samples])
 
     def inputs(self, columns: Sequence[Tensor], block_size: int) -> StepInputs:
-        """Return the GPU inputs of this step without a CUDA graph. There must be at least one row.
+        """Return the GPU inputs of this step, for use without a CUDA graph. There must be at least one sequence.
 
         `columns` are the values of `self.columns` on the GPU.
         """

@@ -45,8 +45,8 @@ REFERENCE = Sampler(
 def create_sampler(vocab_size: int) -> Sampler:
     """Return the Triton kernels for sampling if they can be used, else the reference functions.
 
-    The reference functions sample row by row, which is slow, so a warning is logged. Triton may be missing, or the
-    vocabulary may be too large for its kernels.
+    The reference functions sample the sequences one by one, which is slow, so a warning is logged. Triton may be
+    missing, or the vocabulary may be too large for its kernels.
     """
     try:
         from pagewire.kernels.triton import gathering as triton_gathering

@@ -53,7 +53,7 @@ class MixedGraphs:
         self._hidden: Tensor | None = None
 
     def capture(self, forward: Callable[[StepInputs], Tensor], agree: Agree | None) -> None:
-        """Capture a CUDA graph of `forward` for each number of tokens, over padding rows.
+        """Capture a CUDA graph of `forward` for each number of tokens. It runs on padding instead of sequences.
 
         `forward` returns the hidden states. See `SizedGraphs.capture`.
         """
@@ -68,9 +68,9 @@ class MixedGraphs:
             self._device.compute.run(self._padding(self.sizes[-1], forward))
 
     def pad(self, rows: OrderedRows, size: int, upload: Upload) -> slice:
-        """Add the rows of a step to `upload` in the layout that the CUDA graph of `size` tokens reads.
+        """Add the tokens and sequences of a step to `upload`, in the layout that the CUDA graph of `size` tokens reads.
 
-        The rows are padded to that size. Return the slice of the upload that contains them.
+        The tokens are padded to that number. Return the slice of the upload that contains the layout.
         """
         paddings = (self._limits.max_num_seqs, 0, self._limits.max_num_seqs, 0, size)
         start = upload.size
@@ -81,7 +81,7 @@ class MixedGraphs:
         return slice(start, upload.size)
 
     def set_rows(self, packed: Tensor) -> None:
-        """Copy the rows that `pad` packed to the memory that the CUDA graphs read.
+        """Copy the tokens and sequences of a step, as packed by `pad`, to the memory that the CUDA graphs read.
 
         Must run on the compute stream.
         """
@@ -90,7 +90,7 @@ class MixedGraphs:
     def forward(self, size: int) -> None:
         """Enqueue the CUDA graph of the forward pass for `size` tokens on the compute stream.
 
-        The graph reads the rows that `set_rows` stored. `hidden` returns the result.
+        The graph reads the inputs that `set_rows` stored. `hidden` returns the result.
         """
         self.captured[size]()
 
@@ -103,7 +103,7 @@ class MixedGraphs:
         return self._hidden[:num_tokens]
 
     def _padding(self, size: int, forward: Callable[[StepInputs], Tensor]) -> Callable[[], None]:
-        """Fill the memory that the CUDA graph of this size reads with padding rows. Return the operation to capture."""
+        """Fill the memory that the CUDA graph of this size reads with padding. Return the operation to capture."""
         none = np.empty(0, np.int64)
         upload = Upload()
         self.pad(OrderedRows.of(WorkingRows(none, none, none, none.astype(np.bool_))), size, upload)

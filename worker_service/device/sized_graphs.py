@@ -36,9 +36,9 @@ class SizedGraphs(Generic[G]):
     def capture(self, capture_size: Callable[[int], G], agree: Agree | None) -> None:
         """Capture a CUDA graph of every size that fits the memory, by calling `capture_size`.
 
-        If a size does not fit, the next size that is tried is at most half as large. With several ranks, a rank that
-        runs out of memory leaves the others waiting in an exchange. It therefore raises the error, and from the next
-        epoch on all ranks skip that size.
+        If a size does not fit, the next size that is tried is at most half as large. With several tensor-parallel
+        ranks, a rank that runs out of memory leaves the others waiting in an exchange. It therefore raises the error.
+        In the next session with a scheduler (epoch) all ranks skip that size.
 
         Args:
             agree: exchanges flags between ranks that communicate during a capture; None: there are no other ranks.

@@ -52,7 +52,7 @@ class DeviceTable:
     def tokens(
         self, slots: Tensor, lengths: Tensor, row_slots: Tensor, num_blocks: int | None = None
     ) -> GatheredTokens:
-        """Gather the new tokens and the block tables of a step's rows from the GPU's table.
+        """Gather the new tokens and the block tables of a step's sequences from the GPU's table.
 
         See `pagewire.kernels.gathering.gather_tokens`. If `num_blocks` is None, the block tables have their full width.
         """
@@ -61,14 +61,14 @@ class DeviceTable:
         return self._sampler.gather_tokens(tables, slots, lengths, row_slots, num_blocks)
 
     def sampling_columns(self, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
-        """Gather the sampling parameters of some rows from the GPU's table, without biases and stop tokens.
+        """Gather the sampling parameters of some sequences from the GPU's table, without biases and stop tokens.
 
         See `pagewire.kernels.gathering.gather_columns`.
         """
         return self._sampler.gather_columns(self._lines, self._seeds, slots, num_tokens)
 
     def target(self, slots: Tensor, sampled: Tensor) -> TokenTarget:
-        """Return the memory to which the sampler writes the tokens of the rows in `slots` [R] int32.
+        """Return the memory to which the sampler writes the tokens of the sequences in `slots` [R] int32.
 
         The sampler writes the tokens to the table, and also to `sampled` [2, R] int32.
         """
@@ -111,8 +111,8 @@ class DeviceTable:
     def _set_blocks(self, plan: StepPlan, changed: Sequence[int], table: SequenceTable, upload: Upload) -> Edit:
         """Return an operation that updates block tables on the GPU.
 
-        It writes all blocks of new and forked rows, and only the appended and replaced blocks of other rows. An entry
-        may be written twice, with the same value.
+        It writes all blocks of new and forked sequences, and only the appended and replaced blocks of other sequences.
+        An entry may be written twice, with the same value.
         """
         whole = np.unique(np.array(changed, np.int64))
         appended, num_appended = np.unique(np.array(plan.append_slots, np.int64), return_counts=True)
@@ -213,9 +213,9 @@ class PackedSampling:
         return table.target(slots, slots.new_empty(2, len(slots)))
 
     def uncount(self, sampled: SampledTokens, packed: Tensor, table: DeviceTable) -> None:
-        """Subtract sampled tokens that their rows do not keep from the token counts for penalties.
+        """Correct the token counts for penalties: subtract sampled tokens that their sequences do not keep.
 
-        The sampler counts every token that it samples for a row with penalties.
+        The sampler counts every token that it samples for a sequence with penalties.
         """
         if self.is_penalized:
             counted = (packed[self.slots].long(), sampled.token_ids)
@@ -225,7 +225,7 @@ class PackedSampling:
 def _write(table: Tensor, slots: NDArray, indexes: NDArray, values: NDArray, upload: Upload) -> Edit:
     """Return an operation for the GPU that writes values[i] to table[slots[i], indexes[i]] for every i.
 
-    The arrays are added to `upload`.
+    The arrays are added to `upload`. The table has one line for each running sequence.
     """
     where, written = upload.add(np.stack([slots, indexes])), upload.add(values)
 

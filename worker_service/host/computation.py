@@ -63,13 +63,13 @@ class HostComputation:
             self._table_sampler = self._sampler.of_table(table.sampling.all_columns(), self._history)
 
     def capture_graphs(self, sum_of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Do nothing, because a CPU has no graphs. See `Computation.capture_graphs`."""
+        """Do nothing, because a CPU has no CUDA graphs. See `Computation.capture_graphs`."""
 
     def drop_graphs(self) -> None:
-        """Do nothing, because a CPU has no graphs. See `Computation.drop_graphs`."""
+        """Do nothing, because a CPU has no CUDA graphs. See `Computation.drop_graphs`."""
 
     def run_graphs_uncaptured(self) -> None:
-        """Do nothing, because a CPU has no graphs. See `Computation.run_graphs_uncaptured`."""
+        """Do nothing, because a CPU has no CUDA graphs. See `Computation.run_graphs_uncaptured`."""
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], FinishedStep]:
         """Return a function that computes `rows`, which may be empty. See `Computation.prepare`.
@@ -108,9 +108,9 @@ class HostComputation:
         return samples, prompt_logprobs
 
     def _prepare(self, rows: PagedRows) -> Attend:
-        """Prepare the attention of a step. Return the function that each layer calls.
+        """Prepare the attention of a step. Return the function that each layer of the model calls.
 
-        The C kernels read the rows directly. Other backends need an `AttentionBatch`.
+        The C kernels read `rows` directly. Other attention backends need an `AttentionBatch`.
         """
         if isinstance(self._backend, CpuAttention):
             return self._backend.prepare_rows(rows, self._layers)
@@ -118,7 +118,7 @@ class HostComputation:
         return self._backend.prepare(AttentionBatch(*lists, rows.block_tables, rows.slot_mapping), self._layers)
 
     def _take_highest(self, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
-        """Sample a step whose rows all choose the token with the highest logit and report nothing else.
+        """Sample a step in which every sequence chooses the token with the highest logit and reports nothing else.
 
         This avoids torch, whose operations would take longer than the rest of the sampling.
         """
@@ -130,7 +130,10 @@ class HostComputation:
         return Samples((), tuple(chosen))
 
     def _take_tokens(self, sampler: TableSampler, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
-        """Sample a step whose rows return one token each and report nothing else. Rows may have grammar masks."""
+        """Sample a step in which every sequence returns one token and reports nothing else.
+
+        Grammar masks are applied.
+        """
         slots, ends = rows.slots[rows.samples], rows.ends[rows.samples]
         masks = self.table.masks.of_step(slots)
         if masks is None:
@@ -148,15 +151,16 @@ class HostComputation:
         is_bad: NDArray[np.bool_],
         failures: Mapping[int, RowStatus] | None = None,
     ) -> Samples:
-        """Append sampled tokens to the table of sequences. Return the samples of rows that report only their token.
+        """Append sampled tokens to the table of sequences. Return the samples of sequences that report only a token.
 
-        `is_bad` marks the rows without a valid token. `failures` has their statuses by index; others have NaN logits.
+        `is_bad` marks the sequences without a valid token. `failures` has their statuses by index; others have NaN
+        logits.
         """
         self.table.put_tokens(rows, token_ids)
         return Samples(row_statuses(is_bad, failures), tuple(token_ids[~is_bad].tolist()))
 
     def _pool(self, rows: WorkingRows, hidden: Tensor, samples: Samples) -> Samples:
-        """Compute the embeddings of the rows that request one, and add them to the samples of the other rows."""
+        """Compute the embeddings of the sequences that request one, and add them to the step's other samples."""
         chunks = pooled_chunks(self.table, rows)
         embeddings, sums = self._pooler.pool(hidden, chunks)
         self._pooler.keep(chunks, sums)
@@ -188,9 +192,9 @@ class BatchBuilder:
     """
 
     def __init__(self, table: SequenceTable, kernels: CpuKernels | None) -> None:
-        """Create a builder for `table`.
+        """Create a builder for a table of sequences. If `kernels` is None, numpy is used instead of the C kernels.
 
-        The C kernels flatten all rows in one call; if `kernels` is None, numpy does.
+        The C kernels flatten all sequences in one call.
         """
         self._table = table
         self._flattener: TableFlattener | None = None
@@ -199,7 +203,7 @@ class BatchBuilder:
             self._flattener = TableFlattener(kernels.library, table.token_ids, table.block_tables, block_size)
 
     def build(self, rows: WorkingRows) -> FlatRows:
-        """Return the flat tensors of a step from its rows. There must be at least one row."""
+        """Return the flat tensors of a step for the given sequences. There must be at least one sequence."""
         num_blocks = -(-int(rows.ends.max()) // self._table.limits.block_size)
         if self._flattener is None:
             return _flatten(self._table, rows, num_blocks)

@@ -51,10 +51,11 @@ class PackedCache:
     """
 
     def __init__(self, folder: Path, kernels: CpuKernels, computed: torch.dtype, identity: Mapping[str, str]) -> None:
-        """Open the file, if it exists and is valid.
+        """Open the cache file of quantised weights, if it exists and is valid.
 
         Args:
             folder: folder of all cache files; it need not exist.
+            kernels: the C kernels for whose layout the weights are packed.
             computed: dtype in which models compute.
             identity: describes the model and its quantisation; "checkpoint" is the location of the checkpoint.
         """
@@ -70,7 +71,7 @@ class PackedCache:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the file does not exist, is invalid or contains no weights."""
+        """Whether the cache has no quantised weights, for example because its file does not exist or is invalid."""
         return not self._products
 
     def find(self, target: str) -> KeptProduct | None:

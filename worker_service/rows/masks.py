@@ -88,27 +88,28 @@ class StepMasks:
     is_late: NDArray[np.bool_]
 
     def take(self, token_ids: NDArray[np.integer], has_sampled: NDArray[np.bool_]) -> None:
-        """Advance the grammar of each row by the token that the row has just sampled.
+        """Advance the grammar of each sequence by the token that the sequence has just sampled.
 
-        `token_ids` and `has_sampled` are [R]. A grammar stays as it is if `has_sampled` is False for its row.
+        `token_ids` and `has_sampled` are [R]. A grammar stays as it is if `has_sampled` is False for its sequence.
         """
         for index, row in self.rows.items():
             if has_sampled[index]:
                 row.consume((int(token_ids[index]),))
 
     def failures(self) -> dict[int, RowStatus]:
-        """Return the statuses of the rows that return no token in this step, by the row's index.
+        """Return the statuses of the sequences that return no token in this step because of their grammar.
 
-        A row returns no token if its mask is not ready in time (LATE), or if its grammar has failed.
+        The keys are the sequences' indexes in the step. The status is LATE if the token mask is not ready in time.
+        Otherwise it is the reason why the grammar has failed.
         """
         failed = {index: row.status for index, row in self.rows.items() if row.job.error is not None}
         return {**failed, **dict.fromkeys(np.flatnonzero(self.is_late).tolist(), RowStatus.LATE)}
 
     def leaves_others(self, index: int, token_ids: Sequence[int]) -> bool:
-        """Return whether the grammar lets a row choose any token besides `token_ids`.
+        """Return whether a grammar lets its sequence choose any token besides `token_ids`.
 
-        The sampler uses this to suppress stop tokens only if another choice remains. `index` is the row's index in this
-        step.
+        The sampler uses this to suppress stop tokens only if another choice remains. `index` is the sequence's index in
+        the step.
         """
         if self.lines[index] < 0:
             return True
@@ -146,9 +147,9 @@ class RowMasks:
         self._times: list[tuple[int, int]] = []
 
     def begin_step(self) -> list[tuple[int, int]]:
-        """Begin a step and return the list for the durations of its grammar masks, which is empty at first.
+        """Begin a step. Return a list, empty at first, for the times that the computation of grammar masks takes.
 
-        The step adds a pair (slot, microseconds) to the list for each mask that it uses.
+        The step adds a pair (slot of the sequence, microseconds) to the list for each mask that it uses.
         """
         self._began_at = time.perf_counter()
         self.is_late[:] = False
@@ -186,16 +187,20 @@ class RowMasks:
                 self._put(target, row)
 
     def append(self, slots: IntArray, token_ids: IntArray) -> None:
-        """Advance the grammar of each given row by one token. Rows without a grammar are skipped."""
+        """Advance the grammars of the sequences in `slots` by one token each.
+
+        Sequences without a grammar are skipped.
+        """
         if self._rows:
             for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
                 if row := self._rows.get(slot):
                     row.consume((token_id,))
 
     def of_step(self, slots: IntArray) -> StepMasks | None:
-        """Return the grammar masks of the rows that sample in a step. `slots` [R] are the slots of these rows.
+        """Return the grammar masks of the sequences that sample in a step, or None if no such sequence has a grammar.
 
-        Return None if none of these rows has a grammar. This waits a limited time for masks that are not ready.
+        `slots` [R] are the sequences' indexes in the worker's table. This waits a limited time for masks that are not
+        ready.
         """
         if not self._rows or not self.is_constrained[slots].any():
             return None
@@ -217,10 +222,10 @@ class RowMasks:
         return StepMasks(self._masks[: max(1, len(going))], lines, there, is_late)
 
     def _wait(self, jobs: Sequence[MaskJob], *, are_all: bool) -> None:
-        """Wait for grammar masks for a limited time, because rows without a grammar wait for the same step.
+        """Wait for grammar masks for a limited time, because sequences without a grammar wait for the same step.
 
-        `are_all` means that every sampling row of the step has a grammar. Without any mask, such a step would yield no
-        token. In this case the method waits until at least one mask is ready.
+        `are_all` means that every sampling sequence of the step has a grammar. Without any mask, such a step would
+        yield no token. In this case the method waits until at least one mask is ready.
         """
         now = time.perf_counter()
         patience = max(_MIN_MASK_WAIT_S, _MASK_WAIT_SHARE * (now - self._began_at))

@@ -24,9 +24,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StepPart(Generic[R]):
-    """A part of a step that was split because memory did not suffice: some rows, and the result of their computation.
+    """A part of a step that was split because memory did not suffice, with the result of its computation.
 
-    The rows are in slot order. In one part, a row computes all or only some of the tokens that it computes in the step.
+    `rows` are the running sequences that the part computes, in slot order. A part may compute all or only some of the
+    tokens that a sequence computes in the step.
     """
 
     rows: WorkingRows
@@ -41,7 +42,7 @@ def run_in_parts(
     free_memory: Callable[[], None],
     give_up: Callable[[WorkingRows], None],
 ) -> list[StepPart[R]]:
-    """Compute the rows of a step at once if memory suffices, else in halves. Return the computed parts in order.
+    """Compute the running sequences (rows) of a step at once if memory suffices, else in halves. Return the parts.
 
     A half that does not fit is halved again, down to one token of one row. If one token does not fit even after
     `free_memory`, its row fails. `give_up` receives all remaining tokens of the failed row in this step, before any row
@@ -95,7 +96,8 @@ def _attempt(
 def _halve(rows: WorkingRows) -> tuple[WorkingRows, WorkingRows]:
     """Split a part of a step into two parts with half of its tokens each, in the order of the rows' start positions.
 
-    If the middle falls inside a row, that row is cut, and it samples in the second part, which contains its last token.
+    A row is a running sequence. If the middle falls inside a row, that row is cut, and it samples in the second part,
+    which contains its last token.
     """
     by_start = rows.take(np.lexsort((rows.slots, rows.starts)))
     before = np.cumsum(by_start.num_new_tokens) - by_start.num_new_tokens
@@ -108,6 +110,6 @@ def _halve(rows: WorkingRows) -> tuple[WorkingRows, WorkingRows]:
 
 
 def _in_slot_order(rows: WorkingRows) -> WorkingRows:
-    """Sort rows by slot (their index in the worker's table), and drop rows that have no token to compute."""
+    """Sort running sequences by their index in the worker's table, and drop sequences that have no token to compute."""
     order = np.argsort(rows.slots, kind="stable")
     return rows.take(order[rows.num_new_tokens[order] > 0])

@@ -74,9 +74,9 @@ class Pooler:
 
 
 def _add(total: Tensor, positions: Tensor) -> Tensor:
-    """Add the rows of `positions` [N, hidden_size] to the vector `total` one after the other. Return the float64 sum.
+    """Add the vectors of `positions` [N, hidden_size] to the vector `total` one after the other. Return the sum.
 
-    The fixed order makes the result independent of how a prompt is split into steps.
+    The sum is float64. The fixed order makes the result independent of how a prompt is split into steps.
     """
     for piece in positions.split(_MAX_POSITIONS):
         total = torch.cat([total[None], piece.double()]).cumsum(0)[-1]
@@ -86,10 +86,10 @@ def _add(total: Tensor, positions: Tensor) -> Tensor:
 def pooled_chunks(
     table: SequenceTable, rows: WorkingRows, token_starts: NDArray[np.int64] | None = None
 ) -> list[PooledChunk]:
-    """Return one chunk for each row of a step that requests an embedding, in slot order.
+    """Return one chunk of positions for each sequence of a step that requests an embedding, in slot order.
 
-    `token_starts` [S] is the offset of each row's tokens in the step's flat batch of tokens. If omitted, rows are
-    contiguous in slot order.
+    `token_starts` [S] is the offset of each sequence's tokens in the step's flat batch of tokens. If omitted, the
+    tokens of the sequences follow one another in slot order.
     """
     if rows.are_plain:
         return []
@@ -109,9 +109,9 @@ def pooled_chunks(
 
 
 def choosing_rows(table: SequenceTable, rows: WorkingRows) -> WorkingRows:
-    """Return the rows of a step, with rows that request an embedding marked as not sampling.
+    """Return the running sequences of a step, with those that request an embedding marked as not sampling.
 
-    Such rows return hidden states, so no logits are computed for them and no token is sampled.
+    No logits are computed for these sequences, and no token is sampled.
     """
     if rows.are_plain:
         return rows
@@ -128,8 +128,8 @@ def read_embeddings(
 ) -> Samples:
     """Read the embeddings that `Pooler.pool` returned and add them to a step's samples, in slot order.
 
-    `slots` are the slots of the rows that sample tokens. An embedding that is not finite is left out, and its row gets
-    the status NAN_LOGITS. The other embeddings are stored as bytes, little-endian float32.
+    `slots` are the slots of the sequences that sample tokens. An embedding that is not finite is left out, and its
+    sequence gets the status NAN_LOGITS. The other embeddings are stored as bytes, little-endian float32.
     """
     if not any(chunk.is_last for chunk in chunks):
         return samples

@@ -73,10 +73,11 @@ class PromptChunk:
 def prompt_chunks(
     table: SequenceTable, rows: WorkingRows, token_starts: NDArray[np.int64] | None = None
 ) -> list[PromptChunk]:
-    """Return one chunk for each row of a step that must report log probabilities of prompt tokens, in slot order.
+    """Return one chunk of positions for each sequence of a step that must report prompt log probabilities.
 
-    Rows that compute no prompt position in this step have no chunk. `token_starts` [S] is the offset of each row's
-    tokens in the step's flat batch of tokens. If omitted, rows are contiguous in slot order.
+    The chunks are in slot order. Sequences that compute no prompt position in this step have no chunk. `token_starts`
+    [S] is the offset of each sequence's tokens in the step's flat batch of tokens. If omitted, the tokens of the
+    sequences follow one another in slot order.
     """
     if rows.are_plain:
         return []

@@ -105,7 +105,7 @@ class StepOutline:
 def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart[StepResult]]) -> StepResult:
     """Return the result of a step that was computed in several parts, from the results of the parts.
 
-    Rows that sample in this step and that no part finished get the status OUT_OF_MEMORY.
+    Sequences that sample in this step and that no part finished get the status OUT_OF_MEMORY.
     """
     samples: dict[int, Samples] = {}
     chunks: dict[int, list[Logprobs]] = {}
@@ -125,7 +125,10 @@ def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart
 
 
 def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple[int, Samples]]:
-    """Split the result of one part of a step by row. Yield the slot and the sample of each row that samples."""
+    """Split the result of one part of a step by sequence.
+
+    Yield the slot and the sample of each sequence that samples.
+    """
     result, vocab_size = part.result, outline.vocab_size
     slots = part.rows.slots[part.rows.samples].tolist()
     num_tokens = num_positions = num_top = num_candidates = 0
@@ -161,7 +164,7 @@ def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple
 
 
 def _prompt_logprobs(outline: StepOutline, chunks: dict[int, list[Logprobs]]) -> Iterator[PromptLogprobs]:
-    """Yield the prompt log probabilities of each row that must report some in this step.
+    """Yield the prompt log probabilities of each sequence that must report some in this step.
 
     Positions that were not computed for lack of memory have NaN, like positions whose logits are NaN.
     """

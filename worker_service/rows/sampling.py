@@ -76,11 +76,14 @@ class SamplingTable:
 
     @property
     def is_penalized(self) -> NDArray[np.bool_]:
-        """[num_slots], whether penalties make the row's logits depend on the tokens that the row already has."""
+        """[num_slots], whether penalties make the logits of the sequence in a slot depend on its earlier tokens."""
         return self._integers["slots"] >= 0
 
     def open(self, opening: RowOpening) -> None:
-        """Store the sampling parameters of a new row. `opening` is the scheduler's message that allocates the row."""
+        """Store the sampling parameters of a new sequence.
+
+        `opening` is the scheduler's message that starts the sequence.
+        """
         slot, sampling = opening.slot, opening.sampling
         self.params[slot] = sampling
         self.seeds[slot] = opening.seed
@@ -132,10 +135,10 @@ class SamplingTable:
             self.params[target] = params
 
     def of_step(self, slots: IntArray, num_tokens: IntArray, masks: StepMasks | None = None) -> "StepSampling":
-        """Return the combined sampling request of the R rows that sample in a step.
+        """Return the combined sampling request of the R running sequences that sample in a step.
 
         `slots` and `num_tokens` are [R] each, in slot order. `num_tokens` is the number of tokens before the sampled
-        token. `masks` are the grammar masks of these rows, or None if no row has a grammar.
+        token. `masks` are the grammar masks of these sequences, or None if no sequence has a grammar.
         """
         return StepSampling(
             slots=slots,
@@ -150,14 +153,14 @@ class SamplingTable:
         )
 
     def all_columns(self) -> SamplingColumns:
-        """Return the sampling parameters of all slots in the form that the sampling kernels read.
+        """Return the sampling parameters of all running sequences in the form that the sampling kernels read.
 
         The columns share the table's memory. Their token counts are undefined.
         """
         return _columns(self.lines, self.seeds, np.zeros(len(self.seeds), np.int32))
 
     def columns(self, step: "StepSampling") -> SamplingColumns:
-        """Return the sampling parameters of a step's sampling rows in the form that the CPU's sampling kernels read."""
+        """Return the sampling parameters of the sequences that sample in a step, in the form that CPU kernels read."""
         columns = _columns(
             self.lines.take(step.slots, axis=1), self.seeds[step.slots], step.num_tokens.astype(np.int32)
         )
@@ -186,7 +189,7 @@ class SamplingTable:
         return edits
 
     def _stops(self, slot: int) -> tuple[int, ...]:
-        """Return the stop tokens of a row.
+        """Return the stop tokens of a sequence.
 
         Ids outside the vocabulary are left out, because they can never be chosen.
         """
@@ -195,7 +198,7 @@ class SamplingTable:
 
 @dataclass(frozen=True, slots=True)
 class StepSampling:
-    """The combined sampling request of the R rows that sample in one step, in slot order."""
+    """The combined sampling request of the R running sequences (rows) that sample in one step, in slot order."""
 
     slots: IntArray  # [R]
     num_tokens: IntArray  # [R] without the token that is sampled
@@ -214,7 +217,10 @@ class StepSampling:
 
     @property
     def discards_token(self) -> NDArray[np.bool_]:
-        """[R], whether the sampled token is not kept as the row's next token: the row reports candidates or is late."""
+        """[R], whether the sampled token is discarded.
+
+        This is so if the sequence reports candidates instead of a token, or if its grammar mask is not ready in time.
+        """
         return self.reports_candidates if self.masks is None else self.reports_candidates | self.masks.is_late
 
     @property
@@ -225,9 +231,9 @@ class StepSampling:
 
     @property
     def takes_tokens_only(self) -> bool:
-        """Whether the step can use the plain sampler: each row samples one token by its single-number parameters.
+        """Whether the step can use the plain sampler: each sequence samples one token by its single-number parameters.
 
-        No row may have penalties, biases, suppressed stop tokens, a grammar mask, or log probabilities to report.
+        No sequence may have penalties, biases, suppressed stop tokens, a grammar mask, or log probabilities to report.
         """
         return not self.edits and not self.is_penalized.any() and self.max_reported is None
 
@@ -241,7 +247,7 @@ class StepSampling:
     def reports(self, sampled: SampledTokens, logits: Tensor) -> list[Tensor]:
         """Return the tensors of requested log probabilities, in the order in which `read` reads them.
 
-        In the results of a step they follow the tokens and the NaN flags. The list is empty if no row reports any.
+        In the results of a step they follow the tokens and the NaN flags. The list is empty if no sequence reports any.
         """
         if self.max_reported is None:
             return []
@@ -254,7 +260,7 @@ class StepSampling:
 
     @property
     def num_values(self) -> int:
-        """The number of int32 and float32 values that `read` reads for the sampling rows of this step."""
+        """The number of int32 and float32 values that `read` reads for the sequences that sample in this step."""
         num_whole = 2 * len(self.whole_rows) * (1 + self.vocab_size)
         return num_whole + self.num_rows * (2 if self.max_reported is None else 4 + 2 * self.max_reported)
 
@@ -293,11 +299,11 @@ class StepSampling:
         is_first: NDArray[np.bool_],
         top: tuple[NDArray, ...],
     ) -> Logprobs:
-        """Read the log probabilities of the rows in `asks`, which request them, and return them as result columns.
+        """Read the log probabilities of the sequences that `asks` marks, and return them as result columns.
 
-        This also reads the values of rows that report the whole vocabulary. `own` are the chosen tokens' log
+        This also reads the values of sequences that report the whole vocabulary. `own` are the chosen tokens' log
         probabilities and ranks, and `top` the most probable tokens with their log probabilities. `is_first` marks the
-        requested number of them.
+        requested number of these tokens.
         """
         has_top = is_first & asks[:, None]
         ends = has_top.sum(axis=1).cumsum()
@@ -326,9 +332,9 @@ def has_penalties(sampling: SamplingParams) -> bool:
 
 
 def row_statuses(is_bad: NDArray[np.bool_], failures: Mapping[int, RowStatus] | None = None) -> tuple[RowStatus, ...]:
-    """Return the statuses of a step's sampling rows for `StepResult`. An empty tuple means that every row is good.
+    """Return the statuses of a step's sampling sequences for `StepResult`. An empty tuple means that all are good.
 
-    `is_bad` marks the rows that return no token. A bad row without an entry in `failures` has NaN logits.
+    `is_bad` marks the sequences that return no token. A bad sequence without an entry in `failures` has NaN logits.
     """
     if not is_bad.any():
         return ()

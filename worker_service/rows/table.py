@@ -75,14 +75,14 @@ class WorkingRows:
         return self.starts + self.num_new_tokens
 
     def take(self, which: NDArray) -> "WorkingRows":
-        """Return the rows that `which` selects. `which` is a boolean mask or an array of indices."""
+        """Return the running sequences that `which` selects. `which` is a boolean mask or an array of indices."""
         columns = (self.slots[which], self.starts[which], self.num_new_tokens[which], self.samples[which])
         return WorkingRows(*columns, self.are_plain)
 
     def flatten(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the T new tokens of all rows as a flat batch: slots [T], positions [T], and offsets [S + 1].
+        """Return the new tokens of all running sequences as a flat batch: slots [T], positions [T], offsets [S + 1].
 
-        The tokens of a row are contiguous. The offsets delimit the rows' tokens in the batch.
+        The T tokens of the S sequences follow one another. The offsets delimit each sequence's tokens in the batch.
         """
         query_start_loc = np.zeros(len(self.slots) + 1, np.int64)
         np.cumsum(self.num_new_tokens, out=query_start_loc[1:])
@@ -135,7 +135,7 @@ class SequenceTable:
         self.masks.clear()
 
     def apply(self, plan: StepPlan) -> WorkingRows:
-        """Apply the scheduler's plan for one step to the table. Return the rows that compute tokens in the step.
+        """Apply the scheduler's plan for one step to the table. Return the sequences that compute tokens in the step.
 
         Raises WorkerProtocolError if the plan is invalid, for example if it names a vacant slot or a block out of
         range.
@@ -158,11 +158,11 @@ class SequenceTable:
         return self._working_rows()
 
     def advance(self, rows: WorkingRows) -> None:
-        """Record the launch of a step: its positions count as computed, and rows that sample have one more token.
+        """Record the launch of a step: its positions count as computed, and sequences that sample have one more token.
 
-        Rows that report candidates or an embedding get no token and pause instead. If grammars are gated, rows with a
-        grammar get their token and then pause until the scheduler continues them. For late rows, whose grammar mask was
-        not ready, the last position counts as not computed.
+        Sequences that report candidates or an embedding get no token and pause instead. If grammars are gated,
+        sequences with a grammar get their token and then pause until the scheduler continues them. For late sequences,
+        whose grammar mask was not ready, the last position counts as not computed.
 
         The computation stores the tokens themselves. The CPU stores them with `put_tokens`. A device stores them only
         on the device, so `token_ids` is undefined for those positions.
@@ -180,14 +180,17 @@ class SequenceTable:
         self.num_tokens[slots] += 1
 
     def sampling_of(self, rows: WorkingRows) -> StepSampling:
-        """Return the combined sampling request of the rows that sample in a step. This may wait for grammar masks."""
+        """Return the combined sampling request of the sequences that sample in a step.
+
+        This may wait for grammar masks.
+        """
         slots = rows.slots[rows.samples]
         return self.sampling.of_step(slots, rows.ends[rows.samples], self.masks.of_step(slots))
 
     def put_tokens(self, rows: WorkingRows, token_ids: IntArray) -> None:
-        """Append the sampled tokens to their rows. `token_ids` has one entry for each row that samples.
+        """Append the sampled tokens to their sequences. `token_ids` has one entry for each sequence that samples.
 
-        For rows that choose no token, the entry after the last token becomes undefined.
+        For sequences that choose no token, the entry after the last token becomes undefined.
         """
         slots = rows.slots[rows.samples]
         self.token_ids[slots, self.num_tokens[slots]] = token_ids
@@ -219,7 +222,7 @@ class SequenceTable:
     def _check_block_ids(self, slots: ArrayLike, block_ids: IntArray) -> None:
         """Raise WorkerProtocolError if a KV cache block id of a plan is out of range.
 
-        `slots` are the rows that get the blocks, for the error message: one entry per block, or one entry for all
+        `slots` are the sequences that get the blocks, for the message: one entry per block, or one entry for all
         blocks.
         """
         last = self.limits.num_device_blocks
@@ -228,9 +231,9 @@ class SequenceTable:
         _refuse_any(is_beyond, lambda i: f"slot {owners[i]} gets block {block_ids[i]}; ids are 1 to {last}")
 
     def _check_opened_blocks(self, slot: int, block_ids: IntArray, num_computed_tokens: int) -> None:
-        """Raise WorkerProtocolError if the block table of a new row contains a block id that is out of range.
+        """Raise WorkerProtocolError if the block table of a new sequence contains a block id that is out of range.
 
-        Blocks before the sliding window may be 0, since the row neither reads nor writes them.
+        Blocks before the sliding window may be 0, since the sequence neither reads nor writes them.
         """
         first = self.limits.first_block(num_computed_tokens)
         before = block_ids[:first]

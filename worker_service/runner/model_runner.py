@@ -46,10 +46,10 @@ class Computation(Protocol):
         """Capture the CUDA graphs that fit the memory, and log a warning for the others.
 
         If the graphs contain communication between tensor-parallel ranks, pass the ranks' `all_reduce` as
-        `sum_of_ranks`. Then all ranks must call this before the first plan of each epoch, since a capture exchanges the
-        same data as a step. In that case the method raises if memory does not suffice, and from the next epoch on all
-        ranks skip a graph that did not fit one of them. Without such communication, call this once, before the first
-        plan.
+        `sum_of_ranks`. Then all ranks must call this before the first plan of each epoch (session with a scheduler),
+        since a capture exchanges the same data as a step. In that case the method raises if memory does not suffice.
+        From the next epoch on all ranks skip a graph that did not fit one of them. Without such communication, call
+        this once, before the first plan.
         """
 
     def drop_graphs(self) -> None:
@@ -107,9 +107,9 @@ class ModelRunner:
         self._is_out_of_memory = is_out_of_memory if splits_steps else lambda error: False
 
     def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None] = lambda report: None) -> None:
-        """Begin an epoch: wait until all started steps have finished, then forget all running sequences.
+        """Begin a session with a scheduler: wait until all started steps have finished, then forget all sequences.
 
-        See `Runner.reset`.
+        `epoch` identifies the session. See `Runner.reset`.
         """
         if self._communicator.size > 1:  # the graphs contain the previous epoch's connections, which end now
             self.computation.drop_graphs()

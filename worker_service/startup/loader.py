@@ -81,7 +81,10 @@ def load_worker(
 def _load_worker(
     config: WorkerConfig, whole: Network, worker_id: str, report: LoadProgress, start: GrammarStart, digest: bytes
 ) -> LoadedWorker:
-    """Load a worker as `load_worker` does. `whole` is the model of all ranks. `start` prepares grammars."""
+    """Load a model as `load_worker` does.
+
+    `whole` is the network before it is split across ranks, and `start` the grammars.
+    """
     device = choose_device(config.device, config.tensor_parallel_rank)
     report.tell("preparing to load")
     communicator = _communicator(config, device)

@@ -149,7 +149,7 @@ def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[
 
 
 def _doubled(highest: int) -> list[int]:
-    """Return the powers of two below `highest`, followed by `highest`."""
+    """Return the powers of two below `highest`, followed by `highest`: the sizes of warm-up steps."""
     return [*(1 << power for power in range((highest - 1).bit_length())), highest]
 
 

@@ -62,7 +62,7 @@ class FlashAttention:
         self._window_sizes = [(window - 1, 0) if window else (-1, -1) for window in shape.windows]
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Prepare the attention of one step: separate the rows that decode one token from the rows that prefill.
+        """Prepare the attention of one step: separate the sequences that decode one token from those that prefill.
 
         See `AttentionBackend.prepare`.
         """
@@ -97,7 +97,7 @@ _Attending = tuple[slice, Callable[..., Tensor]]
 
 
 def _decodes(rows: DeviceRows, num: int, block_tables: Tensor, options: Mapping[str, Any]) -> _Attending:
-    """Prepare attention for the first `num` rows of a step, which decode one token each.
+    """Prepare attention for the first `num` sequences of a step, which decode one token each.
 
     Return the slice of their tokens in the batch, and the function that attends with these tokens.
     """
@@ -115,7 +115,7 @@ def _decodes(rows: DeviceRows, num: int, block_tables: Tensor, options: Mapping[
 def _prompts(
     batch: AttentionBatch, rows: DeviceRows, first: int, block_tables: Tensor, options: Mapping[str, Any]
 ) -> _Attending:
-    """Prepare attention for the rows of a step from index `first` on, which may have several new tokens each.
+    """Prepare attention for the sequences of a step from index `first` on, which may have several new tokens each.
 
     Return the slice of their tokens in the batch, and the function that attends with these tokens.
     """

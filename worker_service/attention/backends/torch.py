@@ -64,9 +64,9 @@ class TorchAttention:
         self._scoring = shape.scoring(0, device)  # for all layers, without windows and sinks
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Prepare the attention of one step: sort its rows into kinds, and compute their cache indices and masks.
+        """Prepare the attention of one step: sort its sequences into first chunks, later chunks and decoding groups.
 
-        See `AttentionBackend.prepare`.
+        Compute the cache indices and masks of each kind. See `AttentionBackend.prepare`.
         """
         caches = [(TokenRows(keys), TokenRows(values)) for keys, values in kv_cache]
         windows = self._shape.windows
@@ -265,9 +265,10 @@ class _Step:
         return blocks * self.block_stride + offsets
 
     def positions(self, rows: list[int], num_positions: int) -> Tensor:
-        """Return the indices at which the KV cache stores some rows' positions: `num_positions` indices for each row.
+        """Return the indices at which the KV cache stores positions of some sequences: `num_positions` for each.
 
-        The result is flattened. Positions past a row's end repeat the row's last position.
+        The result is flattened. `rows` are the sequences' indexes in the step. Positions past a sequence's end repeat
+        the last position of the sequence.
         """
         device = self.block_tables.device
         ends = [[self.starts[row], self.starts[row] + self.lengths[row] - 1] for row in rows]
@@ -282,9 +283,9 @@ def _first_chunks(step: _Step) -> list[_Part]:
 
 
 def _is_first_chunk(step: _Step, row: int) -> bool:
-    """Return whether a row can attend to its new tokens alone, without the KV cache.
+    """Return whether a sequence can attend to its new tokens alone, without the KV cache.
 
-    This is so if the row has no earlier tokens, and if no more new tokens than the window.
+    This is so if the sequence has no earlier tokens, and not more new tokens than the window.
     """
     num_queries = step.num_queries[row]
     return num_queries == step.lengths[row] and (not step.window or num_queries <= step.window)
@@ -303,7 +304,7 @@ def _later_chunks(step: _Step) -> list[_Part]:
 
 
 def _mask(step: _Step, num_queries: int, num_positions: int) -> Tensor:
-    """Return the additive attention mask [queries, positions], causal and limited to the step's window.
+    """Return the additive attention mask [queries, positions], causal and limited to the sliding window.
 
     The mask is aligned to the bottom right: its last q rows and last n columns apply to any q queries that are the last
     of n positions.

@@ -84,7 +84,7 @@ class TritonAttention:
         self._strides: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Prepare the attention of one step: choose its kernels, and decide whether and where long rows are split.
+        """Prepare the attention of one step: choose its kernels, and whether long sequences are split among programs.
 
         Layers with the same window share the choice. See `AttentionBackend.prepare`.
         """
@@ -131,9 +131,9 @@ class TritonAttention:
     def _plan(
         self, batch: AttentionBatch, decode_lens: Tensor, window: int, num_blocks: int, device: torch.device
     ) -> SplitPlan | None:
-        """Decide how the positions of decoding rows are split among GPU programs, for layers of this window.
+        """Decide how the positions of decoding sequences are split among GPU programs, for layers of this window.
 
-        Return None if the rows are not split, because splitting would not be faster. `decode_lens` are the rows'
+        Return None if the sequences are not split, because splitting would not be faster. `decode_lens` are their
         lengths.
         """
         max_positions = window or ANY_LEN
@@ -148,7 +148,7 @@ class TritonAttention:
         return plan
 
     def _allocate(self, num_rows: int, window: int, device: torch.device) -> SplitPlan:
-        """Return memory for a split plan, which divides the positions of decoding rows among GPU programs.
+        """Return memory for a split plan, which divides the positions of decoding sequences among GPU programs.
 
         Consecutive steps share one allocation per window. A captured CUDA graph gets its own allocation, which lasts
         while the graph can be replayed.
@@ -167,10 +167,10 @@ class TritonAttention:
 
 
 def _split_lengths(rows: DeviceRows) -> tuple[Tensor, Tensor]:
-    """Return the lengths of a step's rows for two kernels, [S] int32 each: one decodes, the other prefills.
+    """Return the lengths of a step's sequences for two kernels, [S] int32 each: one decodes, the other prefills.
 
-    `PagedAttention.of_any_rows` expects these tensors. Row i decodes if it starts at token i and has exactly one token.
-    Decode lengths are 0 for other rows, and prefill lengths are -1 for rows that decode.
+    `PagedAttention.of_any_rows` expects these tensors. Sequence i decodes if it starts at token i and has exactly one
+    new token. Decode lengths are 0 for other sequences, and prefill lengths are -1 for sequences that decode.
     """
     starts, ends = rows.query_start_loc[:-1], rows.query_start_loc[1:]
     places = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
