@@ -157,7 +157,7 @@ class EpochGrammars:
     def _absence(self, grammar_id: int) -> str:
         return "it was never added" if grammar_id > self._last_id else "it was released before, if it was ever added"
 
-    def _is_wanted(self, grammar: "_Grammar") -> bool:
+    def _is_needed(self, grammar: "_Grammar") -> bool:
         """Return whether a grammar is still needed: it has not been released, and its session has not ended."""
         return self._grammars.get(grammar.added.grammar_id) is grammar
 
@@ -166,11 +166,11 @@ class EpochGrammars:
 
         A grammar that is no longer needed is skipped.
         """
-        if not self._is_wanted(grammar):
+        if not self._is_needed(grammar):
             return
         matcher, error = grammar.compile(compile)
         with self._lock:
-            if not self._is_wanted(grammar):
+            if not self._is_needed(grammar):
                 return
             grammar.matcher, grammar.has_failed = matcher, bool(error)
         grammar.report(GrammarReport(grammar.epoch, grammar.added.grammar_id, error))

@@ -432,8 +432,8 @@ def test_masks_belong_to_the_tokens_before_them(
 
 def test_a_worker_on_a_device_says_that_it_gates_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loaded worker and its table both gate grammars."""
-    assemble = loader._Assembly
-    monkeypatch.setattr(loader, "_Assembly", lambda **parts: replace(assemble(**parts), streams=FakeDevice(1)))
+    assemble = loader._RunnerParts
+    monkeypatch.setattr(loader, "_RunnerParts", lambda **parts: replace(assemble(**parts), streams=FakeDevice(1)))
     monkeypatch.setattr(loader, "create_sampler", lambda vocab_size: SAMPLER)
     config = WorkerConfig(model="models/storyteller", device="cpu", num_device_blocks=8, max_graph_batch_size=0)
     worker = load_worker(config, "w")

@@ -86,7 +86,7 @@ def test_what_is_said_counts_before_the_default(options: dict[str, Any], expecte
     ],
 )
 def test_a_pool_that_is_smaller_than_was_asked_says_so(options: dict[str, Any], said: str | None) -> None:
-    found = sizes(**options, max_num_seqs=7).describe_lowered()
+    found = sizes(**options, max_num_seqs=7).describe_reduced()
     assert found is None if said is None else re.search(said, found or "")
 
 
@@ -151,7 +151,7 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
     measured: list[int] = []
     monkeypatch.setattr(loader, "available_bytes", lambda: 36 * GIB)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(loader._Assembly, "_measure_memory", lambda self, num: measured.append(num) or memory)
+    monkeypatch.setattr(loader._RunnerParts, "_measure_memory", lambda self, num: measured.append(num) or memory)
     parts: dict[str, Any] = dict.fromkeys(
         (
             "model",
@@ -167,7 +167,7 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
             "digest",
         )
     )
-    assembly = loader._Assembly(
+    assembly = loader._RunnerParts(
         config=asked.config, device=torch.device("cuda"), max_model_len=1024, communicator=Rank(num_ranks), **parts
     )
     assert assembly.num_blocks(asked) == (10, expected)

@@ -32,7 +32,7 @@ from worker_service.models.loading import prepare_model
 from worker_service.models.quantizing import QuantizingTensors
 from worker_service.models.torch_operations import Operations
 from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
-from worker_service.startup.loader import check_products, load_worker
+from worker_service.startup.loader import check_quantization, load_worker
 from worker_service.startup.preflight import check_worker
 from worker_service.startup.progress import LoadProgress
 
@@ -492,7 +492,7 @@ def test_without_kernels_it_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_gpu_without_triton_is_refused() -> None:
     with pytest.raises(ValueError, match="--quantization is int4, which needs the Triton kernels of a GPU, but they "):
-        check_products("int4", Operations(), torch.device("cuda"))
+        check_quantization("int4", Operations(), torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class DeviceComputation:
 
         See `Computation.capture_graphs`.
         """
-        agree = None if sum_of_ranks is None else partial(self._agree, sum_of_ranks)
+        agree = None if sum_of_ranks is None else partial(self._combine_flags, sum_of_ranks)
         self._mixed_graphs.capture(self._forward, agree)
         self._graphs.capture(self._decode, self._sample_decoded, agree)
 
@@ -134,7 +134,7 @@ class DeviceComputation:
         """Wait until all launched steps are done. See `Computation.synchronize`."""
         self._device.synchronize()
 
-    def _agree(self, sum_of_ranks: Callable[[Tensor], Tensor], flags: Sequence[bool]) -> list[bool]:
+    def _combine_flags(self, sum_of_ranks: Callable[[Tensor], Tensor], flags: Sequence[bool]) -> list[bool]:
         """Combine flags across tensor-parallel ranks. Return for each flag whether any rank has set it.
 
         `sum_of_ranks` returns the sum of a tensor over all ranks. All ranks must call this method.
@@ -168,7 +168,7 @@ class DeviceComputation:
                 return FinishedStep(step.result(Samples(()), (), duration_us, StepParts()))
             buffer = self._result_buffers.take(work.num_copied)  # allocates memory, so it comes before any change
             put()
-            return self._follow(step, work, buffer)
+            return self._copy_results(step, work, buffer)
 
         return launch
 
@@ -187,7 +187,7 @@ class DeviceComputation:
     def _plan_mixed(self, work: "_Work", num_tokens: int) -> Callable[[], None]:
         """Return a function that enqueues the computation of sequences that decode or prefill, in any mix.
 
-        The function replays the CUDA graph of the next larger number of tokens, if one was captured.
+        The function replays the CUDA graph of the next larger number of tokens, if such a graph was captured.
         """
         graphs, compute, upload = self._mixed_graphs, self._device.compute, work.upload
         rows = OrderedRows.of(work.rows)
@@ -234,7 +234,7 @@ class DeviceComputation:
 
         return put
 
-    def _follow(self, step: BegunStep, work: "_Work", buffer: PinnedBuffer) -> LaunchedStep:
+    def _copy_results(self, step: BegunStep, work: "_Work", buffer: PinnedBuffer) -> LaunchedStep:
         """Enqueue the copy of a launch's results to the host, after the computation. Return the step in progress.
 
         `buffer` is the pinned host memory that receives the results.

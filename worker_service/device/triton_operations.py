@@ -90,7 +90,9 @@ class TritonOperations(Operations):
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         num_experts = len(weights)
-        return lambda x, ids: experts.multiply_routed(x, weights, self._assign(num_experts, ids, x.dtype), biases)
+        return lambda x, ids: experts.multiply_routed(
+            x, weights, self._assign_experts(num_experts, ids, x.dtype), biases
+        )
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
         """Join the weights of all experts of a layer into one multiplication.
@@ -100,14 +102,17 @@ class TritonOperations(Operations):
         dense = [product for product in products if isinstance(product, DenseProduct)]
         if dense:
             assert len(dense) == len(products)
-            biases = _joined([product.bias for product in dense])
+            biases = _stack_biases([product.bias for product in dense])
             return self.prepare_experts(stack([product.weight for product in dense]), biases, dense[0].weight.dtype)
         packed = [product for product in products if isinstance(product, PackedProduct)]
         assert len(packed) == len(products)
-        weights, biases = linear.join([product.packed for product in packed]), _joined([each.bias for each in packed])
-        return PackedExpertProduct(weights, biases, partial(self._assign, len(packed)))
+        weights, biases = (
+            linear.join([product.packed for product in packed]),
+            _stack_biases([each.bias for each in packed]),
+        )
+        return PackedExpertProduct(weights, biases, partial(self._assign_experts, len(packed)))
 
-    def _assign(self, num_experts: int, ids: Tensor, dtype: torch.dtype) -> experts.Assignment:
+    def _assign_experts(self, num_experts: int, ids: Tensor, dtype: torch.dtype) -> experts.Assignment:
         """Sort the tokens of a step by their experts. `ids` are the experts chosen for each token.
 
         Both matrix multiplications of an expert layer use the same result, so tokens are sorted once per layer.
@@ -179,7 +184,7 @@ class RoundedProduct(Product):
         return values if out is None else out.copy_(values)
 
 
-def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
+def _stack_biases(biases: Sequence[Tensor | None]) -> Tensor | None:
     """Stack the biases of all experts to one tensor [num_experts, out_size]. Return None if no expert has a bias."""
     there = [bias for bias in biases if bias is not None]
     return stack(there) if there else None

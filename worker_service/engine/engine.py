@@ -261,7 +261,7 @@ class Engine:
     def _wait_for_launched(self) -> None:
         """Wait until the results of all launched steps have been delivered to their sessions."""
         if self._resolver is not None:
-            self._resolver.settle()
+            self._resolver.wait_until_done()
 
     def _fail(self, session: EngineSession, error: Exception, what: str) -> None:
         assert self._loaded is not None
@@ -303,7 +303,7 @@ class _Resolver:
     def put(self, step: _RunningStep, launched: LaunchedStep) -> None:
         self._launched.put((step, launched))
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Wait until the results of all launched steps have been delivered."""
         self._launched.join()
 

@@ -98,9 +98,9 @@ class HostComputation:
         watch.end("model", times)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         if rows.are_plain:
-            samples = self._take_highest(rows, logits, highest)
+            samples = self._sample_highest(rows, logits, highest)
         elif self._table_sampler is not None and self.table.sampling.takes_token[rows.slots].all():
-            samples = self._take_tokens(self._table_sampler, rows, logits, highest)
+            samples = self._sample_tokens(self._table_sampler, rows, logits, highest)
         else:
             samples, prompt_logprobs = self._sample(chosen, hidden, logits, highest)
             samples = self._pool(chosen, hidden, samples)
@@ -117,7 +117,7 @@ class HostComputation:
         lists = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
         return self._backend.prepare(AttentionBatch(*lists, rows.block_tables, rows.slot_mapping), self._layers)
 
-    def _take_highest(self, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
+    def _sample_highest(self, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
         """Sample a step in which every sequence chooses the token with the highest logit and reports nothing else.
 
         This avoids torch, whose operations would take longer than the rest of the sampling.
@@ -125,11 +125,13 @@ class HostComputation:
         token_ids = (highest_logits(logits) if highest is None else highest).numpy()
         chosen = token_ids.tolist()
         if min(chosen, default=0) < 0:
-            return self._put(rows, np.maximum(token_ids, 0), token_ids < 0)
+            return self._store_tokens(rows, np.maximum(token_ids, 0), token_ids < 0)
         self.table.put_tokens(rows, token_ids)
         return Samples((), tuple(chosen))
 
-    def _take_tokens(self, sampler: TableSampler, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
+    def _sample_tokens(
+        self, sampler: TableSampler, rows: WorkingRows, logits: Tensor, highest: Tensor | None
+    ) -> Samples:
         """Sample a step in which every sequence returns one token and reports nothing else.
 
         Grammar masks are applied.
@@ -137,14 +139,14 @@ class HostComputation:
         slots, ends = rows.slots[rows.samples], rows.ends[rows.samples]
         masks = self.table.masks.of_step(slots)
         if masks is None:
-            return self._put(rows, *sampler.sample_tokens(logits, slots, ends, highest))
+            return self._store_tokens(rows, *sampler.sample_tokens(logits, slots, ends, highest))
         token_ids, is_nan = sampler.sample_tokens(logits, slots, ends, highest, (masks.masks, masks.lines))
-        masks.take(token_ids, ~is_nan)
+        masks.consume(token_ids, ~is_nan)
         failures = masks.failures()
         is_nan[list(failures)] = True
-        return self._put(rows, token_ids, is_nan, failures)
+        return self._store_tokens(rows, token_ids, is_nan, failures)
 
-    def _put(
+    def _store_tokens(
         self,
         rows: WorkingRows,
         token_ids: NDArray[np.int64],

@@ -96,7 +96,7 @@ class PackedCache:
 
         If the file cannot be written, log a warning.
         """
-        packed = dict(chain.from_iterable(starmap(_packed, model.named_modules())))
+        packed = dict(chain.from_iterable(starmap(_packed_weights, model.named_modules())))
         quantized = {name: linear for name, linear in packed.items() if linear.format.element == torch.int8}
         if self.num_read == len(quantized):
             return
@@ -186,7 +186,7 @@ class PackedCache:
         """
         for path in self.path.parent.iterdir():
             if path.suffix == _PART_SUFFIX:
-                is_useless = _age(path) > _PART_SECONDS
+                is_useless = _seconds_since_write(path) > _PART_SECONDS
             else:
                 is_useless = path.suffix == _SUFFIX and path != self.path and self._replaces(path)
             if is_useless:
@@ -201,7 +201,7 @@ class PackedCache:
             return False
 
 
-def _packed(name: str, module: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
+def _packed_weights(name: str, module: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
     """Yield the packed weights of a module of the model, each with the name that `PackedCache.find` expects."""
     if isinstance(module, Linear) and isinstance(module.product, CpuProduct):
         yield name, module.product.packed
@@ -224,7 +224,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         return json.loads(text), file.tell()
 
 
-def _age(path: Path) -> float:
+def _seconds_since_write(path: Path) -> float:
     """Return the seconds since the last write to a file, or 0 if the file no longer exists."""
     try:
         return time.time() - path.stat().st_mtime

@@ -87,7 +87,7 @@ class StepMasks:
     rows: dict[int, ConstrainedRow]
     is_late: NDArray[np.bool_]
 
-    def take(self, token_ids: NDArray[np.integer], has_sampled: NDArray[np.bool_]) -> None:
+    def consume(self, token_ids: NDArray[np.integer], has_sampled: NDArray[np.bool_]) -> None:
         """Advance the grammar of each sequence by the token that the sequence has just sampled.
 
         `token_ids` and `has_sampled` are [R]. A grammar stays as it is if `has_sampled` is False for its sequence.
@@ -105,7 +105,7 @@ class StepMasks:
         failed = {index: row.status for index, row in self.rows.items() if row.job.error is not None}
         return {**failed, **dict.fromkeys(np.flatnonzero(self.is_late).tolist(), RowStatus.LATE)}
 
-    def leaves_others(self, index: int, token_ids: Sequence[int]) -> bool:
+    def allows_other_than(self, index: int, token_ids: Sequence[int]) -> bool:
         """Return whether a grammar lets its sequence choose any token besides `token_ids`.
 
         The sampler uses this to suppress stop tokens only if another choice remains. `index` is the sequence's index in

@@ -115,7 +115,7 @@ def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart
             chunks.setdefault(chunk.slot, []).append(chunk.logprobs)
     failed = Samples((RowStatus.OUT_OF_MEMORY,))
     in_order = [samples.get(slot, failed) for slot in outline.sampling]
-    joined = _joined(Samples(()), in_order)
+    joined = _concatenate(Samples(()), in_order)
     if not set(joined.statuses) - {RowStatus.OK}:
         joined = replace(joined, statuses=())
     duration_us = sum(part.result.duration_us for part in parts)
@@ -169,14 +169,14 @@ def _prompt_logprobs(outline: StepOutline, chunks: dict[int, list[Logprobs]]) ->
     Positions that were not computed for lack of memory have NaN, like positions whose logits are NaN.
     """
     for chunk in outline.prompt_chunks:
-        found = _joined(Logprobs(), chunks.get(chunk.slot, []))
+        found = _concatenate(Logprobs(), chunks.get(chunk.slot, []))
         num_missing, nan = chunk.num - len(found.chosen), float("nan")
         num_tops = num_missing * chunk.num_top
         missing = Logprobs((nan,) * num_missing, (0,) * num_missing, (0,) * num_tops, (nan,) * num_tops)
-        yield PromptLogprobs(chunk.slot, chunk.first, _joined(Logprobs(), [found, missing]))
+        yield PromptLogprobs(chunk.slot, chunk.first, _concatenate(Logprobs(), [found, missing]))
 
 
-def _joined(empty: Any, parts: Sequence[Any]) -> Any:
+def _concatenate(empty: Any, parts: Sequence[Any]) -> Any:
     """Concatenate dataclass instances of one type, field by field. Nested dataclasses are concatenated in the same way.
 
     `empty` is an instance without entries. It defines the type and the fields of the result.
@@ -184,5 +184,5 @@ def _joined(empty: Any, parts: Sequence[Any]) -> Any:
     joined: dict[str, Any] = {}
     for field in fields(empty):
         nothing, found = getattr(empty, field.name), [getattr(part, field.name) for part in parts]
-        joined[field.name] = tuple(chain(*found)) if isinstance(nothing, tuple) else _joined(nothing, found)
+        joined[field.name] = tuple(chain(*found)) if isinstance(nothing, tuple) else _concatenate(nothing, found)
     return type(empty)(**joined)

@@ -183,7 +183,7 @@ class SamplingTable:
         if suppresses.any():
             stops = [self._stops(slot) if is_in else () for slot, is_in in zip(slots, suppresses, strict=True)]
             if masks is not None:  # if a grammar allows only stop tokens, the output ends
-                stops = [row if masks.leaves_others(index, row) else () for index, row in enumerate(stops)]
+                stops = [row if masks.allows_other_than(index, row) else () for index, row in enumerate(stops)]
             edits["stop_token_ids"] = _padded(stops, -1, np.int32)
             edits["min_num_tokens"] = min_num_tokens.astype(np.int32)
         return edits
@@ -270,7 +270,7 @@ class StepSampling:
         chooses = ~self.reports_candidates
         failures: dict[int, RowStatus] = {}
         if self.masks is not None:
-            self.masks.take(token_ids, ~is_nan & chooses)
+            self.masks.consume(token_ids, ~is_nan & chooses)
             failures = self.masks.failures()
         is_nan[list(failures)] = True
         logprobs, candidates = _NO_LOGPROBS, _NO_CANDIDATES

@@ -290,7 +290,7 @@ class SequenceTable:
         self._check_block_ids(slots, block_ids)
         indexes = self.num_blocks[slots]
         if len(set(row_slots)) < len(slots):
-            indexes += _earlier_equals(slots)
+            indexes += _count_earlier_equals(slots)
         _refuse_any(
             indexes >= self.limits.max_num_blocks,
             lambda i: f"slot {slots[i]} has {indexes[i]} blocks already, enough for max_model_len",
@@ -377,7 +377,7 @@ def _check_distinct(what: str, values: tuple[int, ...]) -> None:
         raise WorkerProtocolError(f"two {what}")
 
 
-def _earlier_equals(values: IntArray) -> IntArray:
+def _count_earlier_equals(values: IntArray) -> IntArray:
     """Return, for each value, how many equal values precede it in the array: [0, 0, 1] for [7, 3, 7]."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]

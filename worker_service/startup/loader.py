@@ -83,7 +83,7 @@ def _load_worker(
 ) -> LoadedWorker:
     """Load a model as `load_worker` does.
 
-    `whole` is the network before it is split across ranks, and `start` the grammars.
+    `whole` is the model before its split into ranks; `start` prepares grammars.
     """
     device = choose_device(config.device, config.tensor_parallel_rank)
     report.tell("preparing to load")
@@ -96,7 +96,7 @@ def _load_worker(
     max_model_len = choose_max_model_len(config.max_model_len, network.max_position_embeddings)
     host_operations = create_host_operations(kernels, uses_onednn=uses_onednn)
     operations = create_device_operations(network.operations, device) if is_gpu else host_operations
-    check_products(config.quantization, operations, device)
+    check_quantization(config.quantization, operations, device)
     attention = attention_shape(network, block_size, dtype, cache_dtype)
     backend = create_backend(config.attention_backend, device, attention, kernels)
     unloaded = prepare_model(
@@ -122,8 +122,8 @@ def _load_worker(
     check_memory(unloaded, sizes)
     log_formats(unloaded)
     if communicator.rank == 0:
-        log_stretch(unloaded.model.network.rope, max_model_len)
-    assembly = _Assembly(
+        log_long_rope(unloaded.model.network.rope, max_model_len)
+    assembly = _RunnerParts(
         config=config,
         weight_bytes=unloaded.footprint().held,  # computed before loading, which changes the footprint
         model=_load_weights(unloaded, report, _packed_cache(config, unloaded, kernels, digest)),
@@ -140,18 +140,18 @@ def _load_worker(
         kernels=kernels,
         digest=digest,
     )
-    return _begin(assembly, worker_id, sizes, start, report)
+    return _build_worker(assembly, worker_id, sizes, start, report)
 
 
-def _begin(
-    assembly: "_Assembly", worker_id: str, sizes: PoolSize, start: GrammarStart, report: LoadProgress
+def _build_worker(
+    assembly: "_RunnerParts", worker_id: str, sizes: PoolSize, start: GrammarStart, report: LoadProgress
 ) -> LoadedWorker:
     """Build a runner with the largest KV cache that fits, warm up its kernels, and capture its CUDA graphs.
 
     `sizes` are the configured sizes of the cache. `start` is the preparation of grammars, which this finishes.
     """
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
-    log_lowered(assembly.config, sizes)
+    log_reduced_sizes(assembly.config, sizes)
     log_size(assembly.shape, num_device_blocks, assembly.max_model_len, assembly.network.sliding_window)
     grammars, grammar_version = start.finish()
     runner, cache = _allocate(replace(assembly, grammars=grammars), num_device_blocks, num_host_blocks)
@@ -207,7 +207,7 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def check_products(quantization: str | None, operations: Operations, device: torch.device) -> None:
+def check_quantization(quantization: str | None, operations: Operations, device: torch.device) -> None:
     """Raise ValueError if no kernel can multiply with the quantised weights that `quantization` requests.
 
     The option is "int8", "int4" or None. `operations` are the kernels that were chosen for `device`.
@@ -271,7 +271,7 @@ def _is_native_on_cpu(dtype: torch.dtype, kernels: CpuKernels | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Assembly:
+class _RunnerParts:
     """All parts from which a model runner is built, except the number of KV cache blocks.
 
     On a GPU, a temporary runner with few blocks is built first, to measure the memory that steps need.
@@ -431,7 +431,7 @@ def log_formats(unloaded: UnloadedModel) -> None:
         logger.info("%s; the model takes %s", description, describe_memory(unloaded.footprint().held))
 
 
-def log_stretch(rope: RopeConfig | None, max_model_len: int) -> None:
+def log_long_rope(rope: RopeConfig | None, max_model_len: int) -> None:
     """Log a warning if a LongRoPE model uses its factors for long sequences for all sequences.
 
     This happens if `max_model_len` exceeds the model's original number of positions. Outputs of short sequences then
@@ -496,7 +496,7 @@ def _load_weights(unloaded: UnloadedModel, report: LoadProgress, cache: PackedCa
     return model
 
 
-def _allocate(assembly: _Assembly, num_device_blocks: int, num_host_blocks: int) -> tuple[ModelRunner, CacheEngine]:
+def _allocate(assembly: _RunnerParts, num_device_blocks: int, num_host_blocks: int) -> tuple[ModelRunner, CacheEngine]:
     """Allocate the KV cache's block pools and build the model runner.
 
     Raises ValueError if the allocation fails, although the estimate of memory said that the pools fit.
@@ -517,9 +517,9 @@ def _allocate(assembly: _Assembly, num_device_blocks: int, num_host_blocks: int)
         ) from error
 
 
-def log_lowered(config: WorkerConfig, sizes: PoolSize) -> None:
+def log_reduced_sizes(config: WorkerConfig, sizes: PoolSize) -> None:
     """Log a warning for each requested size that the worker does not use in full: the KV cache, or --max-num-seqs."""
-    lowered = sizes.describe_lowered()
+    lowered = sizes.describe_reduced()
     if lowered is not None:
         logger.warning("%s", lowered)
     if config.max_num_seqs > config.max_num_batched_tokens:

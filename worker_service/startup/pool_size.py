@@ -133,7 +133,7 @@ class PoolSize:
             step=step,
         )
 
-    def describe_lowered(self) -> str | None:
+    def describe_reduced(self) -> str | None:
         """Return a warning for the log if the KV cache is smaller than --kv-cache-memory allows, else None.
 
         The cache is never larger than the maximum number of sequences can use.

@@ -22,15 +22,15 @@ class LoadProgress:
         """
         self._on_doing = on_doing
         self._clock = clock
-        self._started_at = self._told_at = clock()
+        self._started_at = self._logged_at = clock()
         self._verb, self._to = "load", ""
 
     def tell(self, doing: str) -> None:
         """Report the current phase of the worker's start as a text. If the start takes long, the text is logged too."""
         self._on_doing(doing)
         now = self._clock()
-        if now - self._told_at >= _INTERVAL:
-            self._told_at = now
+        if now - self._logged_at >= _INTERVAL:
+            self._logged_at = now
             # A warning, so that it appears at any usual log level: an operator may be waiting for the server.
             logger.warning("%s", doing)
 

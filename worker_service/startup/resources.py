@@ -19,13 +19,13 @@ def num_usable_cpus(root: Path = Path("/")) -> int:
     processor is left out, because threads beyond the quota would all be stopped together in the middle of a step.
     `root` is the root of the file system; only tests change it.
     """
-    quotas = [_num_paid(folder, version) for folder, version in _control_groups("cpu", root)]
-    num_paid = min((int(quota) for quota in quotas if quota is not None), default=None)
+    quotas = [_cpu_quota(folder, version) for folder, version in _control_groups("cpu", root)]
+    num_allowed = min((int(quota) for quota in quotas if quota is not None), default=None)
     num_cpus = len(os.sched_getaffinity(0))
-    return num_cpus if num_paid is None else max(1, min(num_cpus, num_paid))
+    return num_cpus if num_allowed is None else max(1, min(num_cpus, num_allowed))
 
 
-def _num_paid(folder: Path, version: int) -> float | None:
+def _cpu_quota(folder: Path, version: int) -> float | None:
     """Return the CPU quota of a control group (cgroup), in processors, or None if the group has no quota.
 
     `folder` is the group's folder, and `version` is the version of cgroups.

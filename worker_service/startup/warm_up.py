@@ -132,35 +132,35 @@ def _add_grammar(grammars: EpochGrammars) -> bool:
 
 def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[TrialRow, ...]]]:
     """Yield the warm-up steps: a name for the log, and the sequences of the step."""
-    for num_tokens in _doubled(limits.max_num_batched_tokens):
+    for num_tokens in _trial_sizes(limits.max_num_batched_tokens):
         yield f"prompts of {num_tokens} tokens", _split(num_tokens, limits)
     # The output head multiplies one token of each row, or all tokens of a prompt in parts.
-    for num_rows in _doubled(limits.max_num_seqs)[1:]:
+    for num_rows in _trial_sizes(limits.max_num_seqs)[1:]:
         yield f"{num_rows} prompts of a token", (TrialRow(1, 1),) * num_rows
-    for num_tokens in _doubled(min(limits.max_num_batched_tokens, 2 * MAX_LOGITS_POSITIONS)):
+    for num_tokens in _trial_sizes(min(limits.max_num_batched_tokens, 2 * MAX_LOGITS_POSITIONS)):
         row = TrialRow(num_tokens, num_tokens, _SAMPLING["log-probabilities"])
         yield f"log-probabilities of {num_tokens} tokens", (row,)
     prompt = TrialRow(3, 3)
     yield "a prompt beside decoding", (TrialRow(2, 1), prompt)
-    yield "a prompt beside decoding with a long context", (TrialRow(_longest(limits), 1), prompt)
+    yield "a prompt beside decoding with a long context", (TrialRow(_max_num_tokens(limits), 1), prompt)
     for grammar_id in range(1 + has_grammar):
         for name, sampling in _SAMPLING.items():
             yield name, (TrialRow(3, 3, sampling, grammar_id),)
 
 
-def _doubled(highest: int) -> list[int]:
+def _trial_sizes(highest: int) -> list[int]:
     """Return the powers of two below `highest`, followed by `highest`: the sizes of warm-up steps."""
     return [*(1 << power for power in range((highest - 1).bit_length())), highest]
 
 
 def _split(num_tokens: int, limits: TableLimits) -> tuple[TrialRow, ...]:
     """Divide `num_tokens` tokens among the fewest sequences that the maximum length and the KV cache permit."""
-    num_rows = -(-num_tokens // _longest(limits))
+    num_rows = -(-num_tokens // _max_num_tokens(limits))
     sizes = [num_tokens // num_rows + (i < num_tokens % num_rows) for i in range(num_rows)]
     return tuple(TrialRow(size, size) for size in sizes)
 
 
-def _longest(limits: TableLimits) -> int:
+def _max_num_tokens(limits: TableLimits) -> int:
     """Return the largest number of tokens of a sequence that still leaves one KV cache block for another sequence.
 
     The result is at least 1 and at most the maximum length of a sequence.
