@@ -269,7 +269,7 @@ class StreamMoves:
 
 
 def _find_runs(places: Sequence[int], max_blocks: int, slab_blocks: int) -> Iterator[_Run]:
-    """Divide places of the host pool into runs that ascend by 1, and yield the runs in order.
+    """Divide the places of blocks in the host pool into runs of adjacent places, and yield the runs in order.
 
     Each run is in one slab of the pool and at most `max_blocks` long, so that one transfer can copy it.
     """

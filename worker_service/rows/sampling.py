@@ -225,7 +225,7 @@ class StepSampling:
 
     @property
     def max_reported(self) -> int | None:
-        """The largest number of log probabilities that a row of this step reports, or None if no row reports any."""
+        """The largest number of log probabilities that a sequence of this step requests, or None if none does."""
         most = int(self.num_reported.max(initial=-1))
         return None if most < 0 else most
 

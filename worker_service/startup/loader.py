@@ -81,10 +81,7 @@ def load_worker(
 def _load_worker(
     config: WorkerConfig, whole: Network, worker_id: str, report: LoadProgress, start: GrammarStart, digest: bytes
 ) -> LoadedWorker:
-    """Load a model as `load_worker` does.
-
-    `whole` is the model before its split into ranks; `start` prepares grammars.
-    """
+    """Load a model as `load_worker` does. `whole` is the model of all ranks. `start` prepares grammars meanwhile."""
     device = choose_device(config.device, config.tensor_parallel_rank)
     report.tell("preparing to load")
     communicator = _communicator(config, device)

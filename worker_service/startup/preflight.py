@@ -22,7 +22,7 @@ _16_BITS = ("bfloat16", "float16", "half", "BF16", "F16")
 
 
 def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> bytes:
-    """Check, before a worker is started, that it can start with this configuration. Return the model's digest.
+    """Check that a worker can start with this configuration, before the start. Return the digest of the model.
 
     Computing the digest takes a while. `num_local_ranks` is the number of ranks that start on this machine. Raises
     ValueError with a one-line message for an error that every start would repeat.

@@ -35,9 +35,9 @@ class LoadProgress:
             logger.warning("%s", doing)
 
     def begin_tensors(self, quantization: str | None) -> None:
-        """Report that the model's tensors begin to load.
+        """Report that the loading of the model's tensors begins.
 
-        They are quantised to `quantization` ("int8" or "int4") meanwhile, unless it is None.
+        The tensors are quantised to `quantization` ("int8" or "int4") while they load, unless it is None.
         """
         self._verb, self._to = ("load", "") if quantization is None else ("quantis", f" to {quantization}")
         self._started_at = self._clock()
