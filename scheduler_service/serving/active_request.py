@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class News:
-    """A wake-up event for one waiter, which costs half as much as `asyncio.Event`.
+    """An event that wakes up one waiting task. It costs half as much as an `asyncio.Event`.
 
-    The event refers to neither the notifiers nor the waiting object, so it creates no reference cycle between them.
+    The event refers neither to the callers of `tell` nor to the waiting object, so it creates no reference cycle
+    between them.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class News:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Return once `tell` has been called since the previous wait."""
+        """Wait until `tell` is called. Return immediately if `tell` has been called since the previous wait."""
         if not self._is_told:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -52,7 +53,8 @@ class News:
 
 
 class ActiveRequest:
-    """A request in an engine, with the output records of its samples."""
+    """A client's request in an engine, from the time when it is queued until it ends, with the output records of its
+    samples. The engine publishes the output here, and the APIs read it."""
 
     def __init__(
         self,
@@ -64,9 +66,10 @@ class ActiveRequest:
         keeps_all: bool = True,
         is_relayed: bool = False,
     ) -> None:
-        """With a `ready_list`, samples with new plain tokens wait in that list for its reader. Otherwise each output is
-        processed on the event loop. `keeps_all`: the request has no stop texts, so the client keeps every token.
-        `is_relayed`: the client looks for stop texts itself, and reports how many tokens it kept."""
+        """With a `ready_list`, samples with new plain tokens are added to that list for its reader. Otherwise the event
+        loop processes each output. `keeps_all` means that the request has no stop texts, so the client keeps every
+        output token. `is_relayed` means that the client itself looks for stop texts, and reports how many tokens it
+        kept."""
         self.request = request
         self.outputs = outputs
         self.ready_list = ready_list
@@ -82,8 +85,8 @@ class ActiveRequest:
 
     @property
     def max_delta_tokens(self) -> int:
-        """The maximum number of tokens in one delta. It is smaller with log-probabilities, since each token then has
-        several entries."""
+        """The maximum number of output tokens in one delta of this request. It is smaller if log-probabilities are
+        requested, because each token then has several entries."""
         sampling = self.request.sampling
         num_entries = 1 + max(sampling.num_logprobs or 0, sampling.num_prompt_logprobs or 0)
         return max(1, MAX_DELTA_TOKENS // num_entries)
@@ -91,15 +94,16 @@ class ActiveRequest:
     # Called by the engine
 
     def queued(self, request: Request, sequence_ids: Sequence[int], now: float) -> None:
-        """Store the queued request, the ids of its sequences and its arrival time. The engine calls this before it
-        publishes any output."""
+        """Store the request as the engine queued it, the sequence ids of its samples, and its arrival time in seconds
+        of the engine's clock. The engine calls this method before it publishes any output."""
         self.request, self.arrived_at = request, now
         for output, sequence_id in zip(self.outputs, sequence_ids, strict=True):
             output.sequence_id = sequence_id
 
     def take_in(self, output: SampleRecord, *news: Any) -> None:
-        """Process the new output of one sample. `news` are arguments for `SampleRecord.add`, which appends them to the
-        published output first. A stop text in the output ends the sample, whether or not a client reads."""
+        """Process the new output of one sample, and notify the listeners of the request. `news` are arguments for
+        `SampleRecord.add`, which publishes them first. A stop text in the output ends the sample, whether or not a
+        client reads the output."""
         try:
             if news:
                 output.add(*news)
@@ -122,7 +126,7 @@ class ActiveRequest:
             self._look_for_end()
 
     def fail(self, refusal: RefusedError) -> None:
-        """End the queued request with an error."""
+        """End this request with an error, which its readers receive."""
         self.error = refusal
         for tell in self.listeners:
             tell()
@@ -131,14 +135,14 @@ class ActiveRequest:
     # Called by readers
 
     def abort(self) -> None:
-        """End the unfinished samples with the reason ABORT."""
+        """Ask the engine to end the unfinished samples of this request with the end reason ABORT."""
         self._engine.cancel(self)
 
     def cancel(self) -> None:
-        """End the unfinished samples of a request whose output is no longer needed.
+        """End the unfinished samples of this request, because its output is no longer needed.
 
-        This also removes the references between the request and its listeners, so that both are freed without a garbage
-        collection.
+        The method also removes the references between the request and its listeners. Both are then freed without a
+        garbage collection.
         """
         self.abort()
         self.listeners.clear()
@@ -148,7 +152,8 @@ class ActiveRequest:
                 self.take_in(output)
 
     async def wait_for_end(self) -> None:
-        """Return when every sample has ended, without waking up earlier. Raise RefusedError if the request fails."""
+        """Wait until every sample of the request has ended. The task does not wake up earlier, for example at new
+        tokens. Raise RefusedError if the request fails."""
         news = News()
         self.on_end = news.tell
         if not self.has_ended:
@@ -157,9 +162,9 @@ class ActiveRequest:
             raise self.error.again()
 
     async def deltas(self, first_tokens: Sequence[int] | None = None) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas of all samples until all samples have ended. `first_tokens` has the index of the first token
-        to read, for each sample; the default is 0. If the request fails, raise RefusedError after the deltas that
-        precede the failure."""
+        """Yield the new output of all samples of the request as deltas, until all samples have ended. `first_tokens`
+        contains the index of the first output token to read, for each sample; the default is 0. If the request fails,
+        raise RefusedError after the deltas that precede the failure."""
         places = zip(self.outputs, first_tokens or [0] * len(self.outputs), strict=True)
         readers = [OutputReader(output, first_token, self.max_delta_tokens) for output, first_token in places]
         news = News()
@@ -186,13 +191,13 @@ class ActiveRequest:
 
 
 class Publisher:
-    """Publishes the core's outputs to the records of unfinished samples, and then processes the records on the event
-    loop.
+    """The part of an engine that distributes computed tokens. It appends the tokens to the output records of unfinished
+    samples, and processes these records later on the event loop.
 
-    Samples are processed in order, `batch_size` in each iteration of the event loop. So the step loop never waits for
-    more than a few samples. If a sample receives more tokens before its turn, all of its new tokens are processed
-    together. The samples of a ready list wait in that list until its reader reads them, and the reader is notified
-    once.
+    In each iteration of the event loop, `batch_size` samples are processed, in order. So the step loop never waits for
+    more than a few samples. If a sample receives more tokens before it is processed, all of its new tokens are
+    processed together. Samples of a request with a ready list wait in this list until its reader reads them, and the
+    reader is notified once.
     """
 
     def __init__(self, observers: Observers, clock: Clock, batch_size: int = 16) -> None:
@@ -207,12 +212,13 @@ class Publisher:
         self._is_scheduled = False
 
     def add(self, request: ActiveRequest) -> None:
-        """Register the samples of a queued request."""
+        """Register the samples of a newly queued request, so that their output can be published."""
         self.samples.update((output.sequence_id, (output, request)) for output in request.outputs)
         self.idle.clear()
 
     def publish(self, outputs: TokenOutputs) -> None:
-        """Append the outputs of one event to the records of their samples, and notify the observers."""
+        """Append the computed tokens, log-probabilities and ends of one scheduler event to the output records of their
+        samples, and notify the observers."""
         now = self._clock.now()
         for hypothesis in outputs.hypotheses:
             output, request = self.samples[hypothesis.sequence_id]
@@ -282,8 +288,8 @@ class Publisher:
 
 
 class RequestEngine(Protocol):
-    """The interface of an engine that runs requests: the step loop, or a front end's link to its scheduler. The APIs
-    use nothing else of an engine."""
+    """The interface of an engine that runs requests. The step loop of a scheduler implements it, and so does a front
+    end's link to its scheduler. The APIs use only this interface."""
 
     @property
     def clock(self) -> Clock:
@@ -291,23 +297,25 @@ class RequestEngine(Protocol):
 
     @property
     def availability(self) -> Availability:
-        """The engine's availability: whether it accepts requests, and its limits."""
+        """Whether the engine accepts requests now, and how long a sequence may be."""
 
     def submit(self, request: ActiveRequest, trace: Mapping[str, str]) -> None:
-        """Queue a request. `trace` has the headers of the trace that the request belongs to. Raise AdmissionError or
-        RefusedError if the request is refused immediately. A front end's link receives some refusals later; the request
-        then fails."""
+        """Queue a request. `trace` contains the HTTP or gRPC headers of the distributed trace to which the request
+        belongs. Raise AdmissionError or RefusedError if the engine refuses the request immediately. A front end's link
+        learns of some refusals later; the request then fails."""
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """End a request with the reason ABORT. Raise KeyError if no request has this id."""
+        """End all samples of a tenant's request with the end reason ABORT. Raise KeyError if no unfinished request has
+        this id."""
 
     def cancel(self, request: ActiveRequest) -> None:
-        """End the unfinished samples of this request with the reason ABORT. Another request that uses the same id by
-        now is not affected."""
+        """End the unfinished samples of this request with the end reason ABORT. If the request has ended and another
+        request now uses the same id, the other request is not affected."""
 
     def settle(self, output: SampleRecord, num_kept: int) -> None:
-        """Record how many of a sample's tokens its client kept. This is only called for requests that do not keep all
-        tokens."""
+        """Record how many output tokens of a sample the client kept, so that the remaining tokens count as discarded.
+        This method is only called for requests that do not keep all tokens."""
 
     def stop(self, output: SampleRecord, num_tokens: int) -> None:
-        """End a sample after `num_tokens` tokens, because its text contains a stop text."""
+        """End a sample after its first `num_tokens` output tokens, because the text of the output contains a stop
+        text."""

@@ -17,7 +17,8 @@ _MAX_OVERDUE_SHARE = 0.1  # of the newly admitted requests; above it, arrival de
 
 
 class Activity:
-    """Samples the counters every second and keeps the samples of the last ten seconds."""
+    """The recent throughput of the scheduler in tokens per second, for the log and for reports. It samples the
+    scheduler's counters every second and keeps the samples of the last ten seconds."""
 
     def __init__(
         self,
@@ -25,7 +26,8 @@ class Activity:
         clock: Callable[[], float],
         rest: Callable[[], None],
     ) -> None:
-        """`rest` is called after ten seconds without activity, once after each period of activity."""
+        """`read_stats` returns the scheduler's counters, and `clock` returns the time in seconds. `rest` is called
+        after ten seconds without activity, once after each period of activity."""
         self._read_stats = read_stats
         self._clock = clock
         self._rest = rest
@@ -40,7 +42,8 @@ class Activity:
         return share(self._read_stats().num_generation_tokens - first.num_generation_tokens, self._clock() - started_at)
 
     async def run(self) -> NoReturn:
-        """Take a sample every second until cancelled, and log a line for every ten seconds with activity."""
+        """Sample the scheduler's counters every second until cancelled. Log a line about the throughput for every ten
+        seconds with activity."""
         while True:
             await asyncio.sleep(_SAMPLE_INTERVAL)
             line = self.sample()
@@ -48,8 +51,9 @@ class Activity:
                 logger.info("%s", line)
 
     def sample(self) -> str:
-        """Take a sample and return a line for the log, or an empty text if no line is due or nothing happened. Call
-        `rest` if a line is due and activity has stopped since the previous line."""
+        """Sample the scheduler's counters. Return a log line about the last ten seconds, or an empty string if no line
+        is due or the scheduler was idle. Call `rest` if a line is due and activity has stopped since the previous
+        line."""
         now, stats = self._clock(), self._read_stats()
         self._samples.append((now, stats))
         while now - self._samples[0][0] > _WINDOW:
@@ -88,5 +92,5 @@ class Activity:
 
 
 def share(count: float, total: float) -> float:
-    """Return `count` divided by `total`, or 0 if `total` is 0."""
+    """Return the quotient `count / total`, or 0 if `total` is not positive."""
     return count / total if total > 0 else 0.0

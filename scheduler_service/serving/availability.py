@@ -22,8 +22,8 @@ _MAX_FRUITLESS_EPOCHS = 10
 
 
 class DescribedWorker(Protocol):
-    """The description of a worker for clients: the worker's own `WorkerCapacity`, or a message from a front end's
-    scheduler."""
+    """The properties of a worker that clients see. A scheduler has the worker's own `WorkerCapacity`, and a front end
+    has a message from its scheduler."""
 
     @property
     def block_size(self) -> int:
@@ -43,37 +43,42 @@ class DescribedWorker(Protocol):
 
 
 class Availability(Protocol):
-    """The interface of an engine's availability, for the step loop and for a front end's link."""
+    """The interface that says whether an engine accepts requests, and how long a sequence may be. The step loop and a
+    front end's link to its scheduler have different implementations."""
 
     @property
     def changed(self) -> asyncio.Event:
-        """An event that is set at every change. It has one follower, which clears the event."""
+        """An event that is set at every change of the availability. Only one task waits for this event, and that task
+        clears the event."""
 
     @property
     def is_serving(self) -> bool:
-        """Whether clients should send requests to this server."""
+        """Whether clients should send requests to this server. Health checks report this value."""
 
     def refusal(self, output_mode: OutputMode = OutputMode.STREAMED) -> str:
-        """Return the reason why requests with this output mode are refused now, or an empty text."""
+        """Return the reason why requests with this output mode are refused now, or an empty string if they are
+        accepted."""
 
     @property
     def missing_reason(self) -> str:
-        """The reason why no worker is connected, as far as is known."""
+        """The reason why no worker is connected, as far as it is known, for messages to clients."""
 
     @property
     def capacity(self) -> DescribedWorker | None:
-        """The connected worker or the last one, or None before the first worker."""
+        """The properties of the connected worker, or of the last one after its loss. None before the first worker has
+        connected."""
 
     @property
     def max_sequence_tokens(self) -> int:
         """The maximum number of tokens of one sequence, prompt and output together."""
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Return when the limits of the first worker are known, or when requests with this output mode are refused."""
+        """Wait until the first worker has connected, so that the maximum length of a sequence is known. Return also
+        when requests with this output mode are refused."""
 
 
 class WorkerAvailability:
-    """The availability of a scheduler, for use on the event loop's thread only.
+    """Whether a scheduler accepts requests, which depends on its worker. Use it on the event loop's thread only.
 
     The step loop reports every change of the worker. The link to the worker reports the reason why no worker is
     connected.
@@ -89,9 +94,10 @@ class WorkerAvailability:
         on_grace_ended: Callable[[str], None],
         on_timed_out: Callable[[str], None],
     ) -> None:
-        """`worker_timeout` is how long any request waits for a worker, in seconds. `worker_grace` is how long a request
-        without output waits, in seconds; the default is `worker_timeout`. The callbacks end these requests, with the
-        reason as their argument. `max_sequence_tokens` is the limit until the first worker joins."""
+        """`worker_timeout` is the time in seconds that any request waits for a missing worker before it fails.
+        `worker_grace` is this time for a request without output that is not detached; the default is `worker_timeout`.
+        `on_grace_ended` and `on_timed_out` are called after these times to end the requests, with the reason as their
+        argument. `max_sequence_tokens` is the maximum length of a sequence until the first worker connects."""
         self._clock = clock
         self._worker_timeout = worker_timeout
         self._worker_grace = worker_timeout if worker_grace is None else worker_grace
@@ -113,8 +119,9 @@ class WorkerAvailability:
     # Questions
 
     def refusal(self, output_mode: OutputMode = OutputMode.STREAMED) -> str:
-        """Return the reason why requests with this output mode are refused now, or an empty text. Detached requests are
-        accepted until the timeout, other requests until the end of the grace period."""
+        """Return the reason why requests with this output mode are refused now, or an empty string if they are
+        accepted. After the loss of the worker, detached requests are accepted until the timeout, and other requests
+        until the end of the grace period."""
         if self._is_draining:
             return "the server is shutting down; send the request to another one"
         if self._has_timed_out:
@@ -125,7 +132,8 @@ class WorkerAvailability:
 
     @property
     def missing_reason(self) -> str:
-        """The reasons why no worker is connected, as far as they are known, for each rank."""
+        """The reasons why no worker is connected, as far as they are known. If the worker has several ranks, the text
+        names each rank."""
         return "; ".join(
             str(why) if rank is None else f"rank {rank}: {why}"
             for rank, why in sorted(self._missing.items(), key=lambda each: each[0] or 0)
@@ -133,19 +141,21 @@ class WorkerAvailability:
 
     @property
     def is_serving(self) -> bool:
-        """Whether clients should send requests to this server. This remains true for a while after a worker is lost,
-        since the worker may return."""
+        """Whether clients should send requests to this server. The value remains true for a while after a worker is
+        lost, since the worker may return."""
         return self.capacity is not None and self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS and not self.refusal()
 
     async def wait_for_first_worker(self, output_mode: OutputMode = OutputMode.STREAMED) -> None:
-        """Return when the limits of the first worker are known, or when requests with this output mode are refused."""
+        """Wait until the first worker has connected, so that the maximum length of a sequence is known. Return also
+        when requests with this output mode are refused."""
         while self.capacity is None and not self.refusal(output_mode):
             await self._next_change.wait()
 
     # Events
 
     def worker_joined(self, capacity: WorkerCapacity, max_sequence_tokens: int) -> None:
-        """Record that a worker has joined. With this worker a sequence may have up to `max_sequence_tokens` tokens."""
+        """Record that a worker has connected. A sequence may have up to `max_sequence_tokens` tokens with this
+        worker."""
         self.stop_timers()
         self.num_epochs += 1
         self._grace_has_ended = self._has_timed_out = False
@@ -154,13 +164,13 @@ class WorkerAvailability:
         self._tell()
 
     def worker_missing(self, reason: str | WorkerStarting, rank: int | None) -> None:
-        """Record the reason why the worker does not begin an epoch. `rank` is the rank that reports the reason, or None
-        if the worker has only one rank."""
+        """Record the reason why the worker is not ready to serve. `rank` is the worker's rank to which the reason
+        applies, or None if the worker has only one rank."""
         self._missing[rank] = reason
 
     def worker_lost(self, reason: str, *, has_no_token: bool) -> None:
-        """Record that the worker has failed. `has_no_token`: the epoch had a plan, but its first token was not
-        computed. A call of `worker_left` must follow."""
+        """Record that the worker has failed, which ends its epoch. `has_no_token` is true if a plan was sent in the
+        epoch, but no token was computed. A call of `worker_left` must follow."""
         self.num_worker_losses += 1
         if has_no_token:
             self._num_fruitless_epochs += 1
@@ -168,12 +178,13 @@ class WorkerAvailability:
                 logger.error("not serving: %d consecutive epochs without a token; %s", _MAX_FRUITLESS_EPOCHS, reason)
 
     def worker_left(self) -> None:
-        """Record that no worker is connected any more, and start the timers."""
+        """Record that no worker is connected any more, and start the timers after which waiting requests fail."""
         self.start_timers()
         self._tell()
 
     def has_computed_token(self) -> None:
-        """Record that the worker has computed the first token of its epoch."""
+        """Record that the worker has computed the first token since it connected. The count of failed starts of the
+        worker begins again at 0."""
         if self._num_fruitless_epochs:
             self._num_fruitless_epochs = 0
             self._tell()
@@ -191,14 +202,14 @@ class WorkerAvailability:
     # Timers
 
     def start_timers(self) -> None:
-        """Measure the time without a worker from now on."""
+        """Start the timers that end waiting requests if no worker connects in time."""
         self.stop_timers()
         self._cancel_timers.append(self._clock.later(self._worker_timeout, self._worker_timed_out))
         if self._worker_grace < self._worker_timeout:
             self._cancel_timers.append(self._clock.later(self._worker_grace, self._worker_grace_ended))
 
     def stop_timers(self) -> None:
-        """Stop measuring the time without a worker."""
+        """Stop the timers that end waiting requests, because a worker has connected or the server ends."""
         for cancel in self._cancel_timers:
             cancel()
         self._cancel_timers.clear()
@@ -229,6 +240,6 @@ class WorkerAvailability:
         self._tell()
 
     def _level_of_absence(self, level: int) -> int:
-        """Return the log level for a missing worker: INFO while the first worker is still loading its model, otherwise
-        `level`."""
+        """Return the log level of a message about a missing worker. The level is INFO while the first worker is still
+        loading its model, otherwise `level`."""
         return logging.INFO if self.capacity is None else level

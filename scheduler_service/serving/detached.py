@@ -17,21 +17,24 @@ MAX_ENDED = 4096
 
 
 class Kept(NamedTuple):
-    """The entry of one request id: a record and the request, if it is detached. Only clients interpret the record's
-    bytes."""
+    """What the server keeps for one request id: the client's record, and the request if it is a detached request. Only
+    clients interpret the bytes of the record."""
 
     record: bytes
     active: ActiveRequest | None
 
 
 class DetachedRequests:
-    """The detached requests of all tenants, and records without a request.
+    """The detached requests of all tenants, which run whether or not a client is connected, and records that clients
+    store without a request.
 
     Ended requests and records are kept for a limited time, up to a maximum number and a maximum size.
     """
 
     def __init__(self, *, retention: float, max_bytes: int, max_ended: int = MAX_ENDED) -> None:
-        """`retention` is in seconds. A single ended entry is kept even if it is larger than `max_bytes`."""
+        """`retention` is how long an ended request or a record is kept, in seconds. `max_bytes` limits the memory of
+        all ended requests and records, and `max_ended` limits their number. A single one is kept even if it is larger
+        than `max_bytes`."""
         self._retention = retention
         self._max_ended = max_ended
         self._max_bytes = max_bytes
@@ -44,7 +47,7 @@ class DetachedRequests:
 
     @contextlib.contextmanager
     def room(self, tenant: str, record: bytes) -> Iterator[None]:
-        """Reserve room for a tenant's record inside the block, where the caller may call `add`. Raise RefusedError if
+        """Reserve memory for a tenant's record inside the block, where the caller may call `add`. Raise RefusedError if
         the records of running and admitted requests leave no room.
 
         A single record always has room. Otherwise the records of all tenants may have `max_bytes` together. Beyond this
@@ -68,37 +71,40 @@ class DetachedRequests:
             _count(running, tenant, -num_bytes)
 
     def add(self, active: ActiveRequest, record: bytes = b"") -> None:
-        """Add a running request and its record. The id of the request must not be in use."""
+        """Add a running detached request and its client's record. The id of the request must not be in use. When the
+        request ends, it is kept for the retention time."""
         key = (active.request.tenant, active.request.request_id)
         self.by_name[key] = Kept(record, active)
         _count(self._running_bytes, key[0], len(record))
         active.on_end = partial(self._end, key)
 
     def add_record(self, tenant: str, request_id: str, record: bytes) -> None:
-        """Keep a record without a request for the retention time. Raise RefusedError if its id is in use."""
+        """Keep a client's record under this request id, without a request, for the retention time. Raise RefusedError
+        if the id is in use."""
         if (tenant, request_id) in self.by_name:
             raise name_taken(request_id)
         self.by_name[tenant, request_id] = Kept(record, None)
         self._keep((tenant, request_id), len(record))
 
     def kept(self, tenant: str, request_id: str) -> Kept:
-        """Return the entry of a request id. Raise RefusedError if the tenant has no such entry. The error does not
-        reveal whether the entry never existed, has expired or belongs to another tenant."""
+        """Return the record and the detached request with this id. Raise RefusedError if the tenant has neither. The
+        error does not reveal whether the id never existed, has expired or belongs to another tenant."""
         try:
             return self.by_name[tenant, request_id]
         except KeyError:
             raise unknown_result(request_id) from None
 
     def find(self, tenant: str, request_id: str) -> ActiveRequest:
-        """Return the detached request with this id. Raise RefusedError if it does not exist, as `kept` does."""
+        """Return the tenant's detached request with this id. Raise RefusedError if the request does not exist or is no
+        longer kept."""
         active = self.kept(tenant, request_id).active
         if active is None:
             raise unknown_result(request_id)
         return active
 
     def forget(self, tenant: str, request_id: str) -> None:
-        """Delete the entry of a request id, and abort its request if it is running. Raise RefusedError if the entry
-        does not exist."""
+        """Delete the record and the detached request with this id, and abort the request if it is running. Raise
+        RefusedError if the tenant has neither."""
         record, active = self.kept(tenant, request_id)
         if (tenant, request_id) in self._ended:
             self._forget((tenant, request_id))
@@ -109,7 +115,7 @@ class DetachedRequests:
             active.abort()
 
     def _end(self, key: tuple[str, str]) -> None:
-        """Keep a request that has ended or failed, and end its remaining samples."""
+        """Keep a detached request that has ended or failed for the retention time, and end its remaining samples."""
         active = self.find(*key)
         active.cancel()
         num_record_bytes = len(self.by_name[key].record)
@@ -128,8 +134,8 @@ class DetachedRequests:
             self._forget(self._dispensable(self._ended_bytes))
 
     def _dispensable(self, amounts: Counter[str]) -> tuple[str, str]:
-        """Return the oldest entry of the tenant with the largest amount. So no tenant can displace the entries of other
-        tenants."""
+        """Return the key of the ended request or record that is dropped next. It is the oldest one of the tenant with
+        the largest amount in `amounts`. So no tenant can displace the results of other tenants."""
         most = max(amounts.values())
         return next(key for key in self._ended if amounts[key[0]] == most)
 
@@ -143,14 +149,14 @@ class DetachedRequests:
 
 
 def _count(amounts: Counter[str], tenant: str, change: int) -> None:
-    """Add `change` to the tenant's amount, and delete the amount if it becomes 0."""
+    """Add `change` to the tenant's amount in a counter, and delete the tenant's entry if the amount becomes 0."""
     amounts[tenant] += change
     if not amounts[tenant]:
         del amounts[tenant]
 
 
 def name_taken(request_id: str) -> RefusedError:
-    """Return the refusal of a request or a record whose id is in use."""
+    """Return the refusal of a request or a record because its request id is in use."""
     return RefusedError(
         Reason.ALREADY_EXISTS,
         f"request_id {request_id!r} is in use by a kept result or response; choose another request_id, or delete that "
@@ -160,7 +166,8 @@ def name_taken(request_id: str) -> RefusedError:
 
 
 def unknown_result(request_id: str) -> RefusedError:
-    """Return the refusal of an operation on a detached request that does not exist or belongs to another tenant."""
+    """Return the refusal of an operation on a detached request that does not exist, has expired or belongs to another
+    tenant."""
     return RefusedError(
         Reason.NOT_FOUND,
         f"no detached request {request_id!r} exists for this tenant; results are kept only for a limited time",

@@ -38,7 +38,8 @@ _Key = tuple[GrammarKind, tuple[int, ...], bytes]
 
 @dataclass(slots=True)
 class _Same:
-    """The waiting checks of one grammar. One check holds the lock; the others wait for its verdict."""
+    """The requests that wait for the check of one grammar. One of them holds the lock and has the grammar checked; the
+    others wait for the result."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_waiting: int = 0
@@ -46,23 +47,25 @@ class _Same:
 
 @dataclass(slots=True)
 class _Turns:
-    """The waiting grammars of one tenant."""
+    """The grammars of one tenant that wait to be checked."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the grammar in the thread's queue
     waiting: dict[_Key, _Same] = field(default_factory=dict)
 
 
 class GrammarChecks(Observer):
-    """The grammar checks of a scheduler, for use on the event loop's thread only.
+    """The checks of the grammars in a scheduler's requests, with a cache of results. Use it on the event loop's thread
+    only.
 
-    They observe the workers, since a worker must read grammars with the same library version as this process.
+    It observes the workers, since a worker must have the same version of the grammar library as this process.
     """
 
     def __init__(
         self, model: ModelInfo, on_checked: Callable[[float, bool], None], tokenizer_json: str | None = None
     ) -> None:
-        """`on_checked` is called after each compilation, with its duration in seconds and whether the grammar is valid.
-        `tokenizer_json` is the text of the model's tokenizer, if it has already been read."""
+        """`on_checked` is called after each compilation of a grammar. Its arguments are the duration in seconds, and
+        whether the grammar is valid. `tokenizer_json` is the text of the model's tokenizer, if the caller has already
+        read it."""
         self._model = model
         self._tokenizer_json = tokenizer_json
         self._on_checked = on_checked
@@ -75,35 +78,36 @@ class GrammarChecks(Observer):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     async def start(self) -> None:
-        """Read the tokenizer on the thread, and return when this is done. The library holds the interpreter's lock
-        meanwhile, for about a second with a large vocabulary."""
+        """Read the model's tokenizer for the grammar library, on a thread, and return when this is done. The library
+        holds the interpreter's lock meanwhile, for about a second with a large vocabulary."""
         if not self._model.grammar_refusal:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._read_tokenizer)
 
     def close(self) -> None:
-        """Stop checking grammars, and end the thread."""
+        """Stop checking grammars, and end the process and the thread that compile them."""
         if self._trials is not None:
             self._trials.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def refusal(self) -> str:
-        """The reason why the server supports no structured output, as far as is known, or an empty text."""
+        """The reason why the server supports no structured output (outputs that match a grammar), or an empty string.
+        The reason may be in the model, the tokenizer or the worker."""
         return self._model.grammar_refusal or self._tokenizer_fault or self._worker_fault
 
     @property
     def num_waiting_bytes(self) -> int:
-        """The size of all grammars that wait for a check, in bytes."""
+        """The size of all grammars that wait to be checked, in bytes."""
         return self._waiting.num_bytes
 
     @property
     def num_verdicts(self) -> int:
-        """The number of cached verdicts."""
+        """The number of cached results of grammar checks."""
         return len(self._verdicts)
 
     def worker_changed(self, capacity: WorkerCapacity | None) -> None:
-        """Compare the worker's library version with the version of this process. A lost worker (None) changes nothing,
-        because the same worker may return."""
+        """Compare a new worker's version of the grammar library with the version in this process. The loss of a worker
+        (None) changes nothing, because the same worker may return."""
         if capacity is None or self._model.grammar_refusal:
             return
         self._worker_fault = _worker_fault(capacity.grammar_version)
@@ -111,7 +115,8 @@ class GrammarChecks(Observer):
             logger.warning("structured output is refused: %s", self._worker_fault)
 
     async def check(self, grammar: Grammar, tenant: str) -> None:
-        """Return if the grammar is valid. Raise RefusedError if it is not, or if too many grammars wait for a check."""
+        """Check that a tenant's grammar can be compiled, and return if it can. Raise RefusedError if the grammar is
+        invalid, if the server supports no grammars now, or if too many grammars wait to be checked."""
         self.check_served(grammar)
         text = grammar.text.encode()
         key = (grammar.kind, grammar.end_token_ids, sha256(text).digest())
@@ -127,13 +132,15 @@ class GrammarChecks(Observer):
             raise invalid(_field_of(grammar), f"{grammar.kind.name.lower()} cannot be used: {verdict}")
 
     def check_served(self, grammar: Grammar) -> None:
-        """Raise RefusedError if the server does not support structured output now."""
+        """Raise RefusedError if the server does not support grammars now, for example because the worker has another
+        version of the grammar library."""
         if self.refusal:
             raise RefusedError(Reason.FAILED_PRECONDITION, self.refusal, _field_of(grammar))
 
     @asynccontextmanager
     async def _turn(self, tenant: str, key: _Key, size: int) -> AsyncIterator[_Turns]:
-        """Wait for the tenant's earlier checks of the same grammar. Raise RefusedError if too many grammars wait."""
+        """Wait for the tenant's earlier checks of the same grammar, and run the block as the next check of this
+        grammar. Raise RefusedError if too many grammars wait to be checked."""
         turns = self._turns.get(tenant) or _Turns()
         if key not in turns.waiting and len(turns.waiting) >= MAX_TENANT_WAITING:
             raise RefusedError(
@@ -156,8 +163,9 @@ class GrammarChecks(Observer):
                     del self._turns[tenant]
 
     async def _first_verdict(self, grammar: Grammar, key: _Key, turns: _Turns) -> str:
-        """Return the verdict of an earlier check of the same grammar. If there was no such check, compile the grammar
-        after the tenant's other grammars."""
+        """Return the cached result if the same grammar was checked meanwhile. Otherwise wait for the tenant's other
+        grammars and compile this grammar. The result is the reason why the grammar cannot be used, or an empty
+        string."""
         if key not in self._verdicts:
             async with turns.lock:
                 if key not in self._verdicts:  # another tenant may have sent the same grammar
@@ -165,7 +173,8 @@ class GrammarChecks(Observer):
         return self._verdicts[key]
 
     async def _compile(self, grammar: Grammar) -> str:
-        """Return the reason why a grammar cannot be used, or an empty text."""
+        """Compile a grammar in another process. Return the reason why the grammar cannot be used, or an empty string if
+        it can. Raise RefusedError if the compilation itself fails."""
         run = asyncio.get_running_loop().run_in_executor
         try:
             seconds, verdict = await run(self._thread, self._compile_on_thread, grammar)
@@ -177,7 +186,8 @@ class GrammarChecks(Observer):
     # Called on the thread
 
     def _read_tokenizer(self) -> None:
-        """Read the tokenizer, and create the process that compiles grammars for it."""
+        """Read the model's tokenizer, and create the process that compiles grammars for it. If this fails, all requests
+        with grammars are refused."""
         model = self._model
         assert model.tokenizer_path is not None
         try:
@@ -193,7 +203,8 @@ class GrammarChecks(Observer):
         self._tokenizer_json = None
 
     def _compile_on_thread(self, grammar: Grammar) -> tuple[float, str]:
-        """Return the duration in seconds, and the reason why the grammar cannot be used, or an empty text."""
+        """Compile a grammar and wait for the result. Return the duration in seconds, and the reason why the grammar
+        cannot be used or an empty string."""
         assert self._trials is not None, "no grammar is checked where the tokenizer cannot be read"
         began = time.perf_counter()
         verdict = self._trials.run(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)
@@ -201,12 +212,13 @@ class GrammarChecks(Observer):
 
 
 def _field_of(grammar: Grammar) -> str:
-    """Return the path of the request field that contains the grammar."""
+    """Return the path of the request field that contains the grammar, for error messages."""
     return f"sampling.{grammar.kind.name.lower()}"
 
 
 def _worker_fault(grammar_version: str) -> str:
-    """Return the reason why a worker cannot use grammars, or an empty text."""
+    """Return the reason why a worker with this version of the grammar library cannot be used for grammars, or an empty
+    string. `grammar_version` is empty if the worker supports no grammars."""
     if not grammar_version:
         return "the worker supports no grammars; its log has the reason"
     if grammar_version != version():

@@ -43,10 +43,11 @@ class Intake:
         abort_elsewhere: Callable[[str, str, Call], Awaitable[None]] | None = None,
         chats: ChatRules = _NO_RULES,
     ) -> None:
-        """The id of each of the `detached` requests cannot be used again while the request is kept. Without `quotas`,
-        tenants have no quotas here. Without `grammars`, the engine checks the grammars of requests. `retention_limit`
-        returns the maximum retention hint of a tenant, in seconds. Without `retention_limit`, the engine limits the
-        hints. `abort_elsewhere` aborts a request that this engine does not have."""
+        """Prepare to accept requests for an engine. The id of a detached request (which runs without a connected
+        client) cannot be used again while `detached` keeps the request. Without `quotas`, tenants have no quotas here.
+        Without `grammars`, the engine checks the grammars of requests. `retention_limit` returns the longest time, in
+        seconds, for which a tenant's request may ask to keep its cached blocks. Without `retention_limit`, the engine
+        limits this time. `abort_elsewhere` aborts a request that this engine does not have."""
         self.chats = chats
         self.engine = engine
         self.model = model
@@ -74,8 +75,8 @@ class Intake:
         label: int = 0,
         is_relayed: bool = False,
     ) -> ActiveRequest:
-        """Resolve and queue the request of a call, as `resolve` and `start` do. Raise RefusedError if the request is
-        refused."""
+        """Prepare a client's request and queue it in the engine: `resolve` and then `start`. `call` is the HTTP request
+        or RPC that contained the request. Raise RefusedError if the request is invalid or refused."""
         request = await self.resolve(parsed, call, output_mode)
         return self.start(
             parsed, request, call, with_text=with_text, ready_list=ready_list, label=label, is_relayed=is_relayed
@@ -92,12 +93,12 @@ class Intake:
         label: int = 0,
         is_relayed: bool = False,
     ) -> ActiveRequest:
-        """Queue a resolved request. Raise RefusedError if it is refused.
+        """Queue a request that `resolve` returned. Raise RefusedError if it is refused.
 
         Without `with_text` the outputs have no text, and stop texts are not detected. If the output consists only of
-        tokens, samples with new tokens wait in the `ready_list`, with labels from `label` on. Any other output goes
-        through the output records, which keeps all parts of it in order. `is_relayed`: the client detects stop texts
-        itself, and reports how many tokens of each sample it kept.
+        tokens, samples with new tokens are added to the `ready_list`, with labels from `label` on. Any other output
+        goes through the output records, which keep all parts of the output in order. `is_relayed` means that the client
+        detects stop texts itself, and reports how many tokens of each sample it kept.
         """
         sampling = request.sampling
         is_plain = request.beam is None and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None
@@ -116,8 +117,9 @@ class Intake:
         return active
 
     async def tokenize(self, parsed: ParsedRequest, output_mode: OutputMode = OutputMode.STREAMED) -> Sequence[int]:
-        """Wait until the maximum length of a sequence is known, and return the tokens of the prompt, truncated if
-        requested. Raise RefusedError if the prompt is too long or cannot be tokenized."""
+        """Wait for the first worker, which determines the maximum length of a sequence. Then return the token ids of a
+        request's prompt, truncated if the request asks for truncation. Raise RefusedError if the prompt is too long or
+        cannot be tokenized."""
         await self.engine.availability.wait_for_first_worker(output_mode)
         limit, truncation = self.engine.availability.max_sequence_tokens, parsed.truncation
         token_ids: Sequence[int]
@@ -134,8 +136,8 @@ class Intake:
         return token_ids if truncation is None else truncation.cut(token_ids, limit)
 
     async def embed(self, parsed: ParsedRequest, call: Call) -> tuple[str, SequenceEnd]:
-        """Run a request for an embedding. Return its id and the end of its sequence, which has the embedding. The
-        request is aborted if the caller leaves early. Raise RefusedError if the request fails."""
+        """Run a request for an embedding. Return the request's id and the end of its sequence, which contains the
+        embedding. If the calling task is cancelled, the request is aborted. Raise RefusedError if the request fails."""
         active = await self.begin(parsed, call, OutputMode.WHOLE, with_text=False)
         try:
             return active.request.request_id, await embedding_end(active)
@@ -143,8 +145,8 @@ class Intake:
             active.cancel()
 
     async def abort(self, tenant: str, request_id: str, call: Call) -> None:
-        """End a request with the reason ABORT, whichever API received it. Raise RefusedError if the request does not
-        exist."""
+        """End a tenant's request with the end reason ABORT, whichever API received the request. Raise RefusedError if
+        the request does not exist."""
         try:
             self.engine.abort(tenant, request_id)
         except KeyError:
@@ -153,8 +155,8 @@ class Intake:
             await self._abort_elsewhere(tenant, request_id, call)
 
     def revoke(self, tenants: frozenset[str]) -> None:
-        """End the requests of tenants that no longer exist, including requests from front ends and requests without a
-        connected client."""
+        """End all requests of tenants that were removed from the file of tenants. This includes requests from front
+        ends and requests without a connected client."""
         for active in list(self._active):
             tenant = active.request.tenant
             if tenant in tenants and not active.has_ended:
@@ -166,8 +168,9 @@ class Intake:
                 active.abort()
 
     async def resolve(self, parsed: ParsedRequest, call: Call, output_mode: OutputMode) -> Request:
-        """Return the complete request, with a value for every option. The remaining time of the call determines its
-        deadline. Raise RefusedError if the request is invalid or refused."""
+        """Return the complete request for the engine, with prompt tokens and a value for every option. The remaining
+        time of `call` determines the deadline of the request. Raise RefusedError if the request is invalid, or if the
+        engine accepts no requests now."""
         deadline = None if call.time_remaining is None else self.engine.clock.now() + call.time_remaining
         if parsed.is_embedding and output_mode is OutputMode.DETACHED:
             raise invalid("request.embed", "an embedding cannot be detached; call Embed and wait for it")
@@ -185,8 +188,8 @@ class Intake:
 
     @contextlib.contextmanager
     def _pending(self, tenant: str) -> Iterator[None]:
-        """Count the call as pending inside the block, while its request is prepared. Raise RefusedError if too many
-        calls are pending."""
+        """Count one more request of the tenant as pending inside the block, in which the request is tokenized and
+        checked. Raise RefusedError if too many requests are pending already."""
         if self._num_pending >= self._max_pending_calls:
             raise RefusedError(
                 Reason.RESOURCE_EXHAUSTED,
@@ -200,7 +203,8 @@ class Intake:
                 self._num_pending -= 1
 
     def _outputs(self, parsed: ParsedRequest, request: Request, label: int, *, with_text: bool) -> list[SampleRecord]:
-        """Return a new output record for each sample. A detached request keeps its outputs after they are read."""
+        """Return a new output record for each sample of the request. A detached request, which runs without a connected
+        client, keeps its outputs after they are read."""
         tokenizer = self.tokenizer if with_text and not parsed.is_embedding else None
         return [
             SampleRecord(
@@ -225,8 +229,8 @@ class Intake:
         ]
 
     def _submit(self, active: ActiveRequest, trace: Mapping[str, str]) -> None:
-        """Check the request against the kept requests, the tenant's quota and the engine's limits, and queue it. Raise
-        RefusedError if it is refused."""
+        """Check a request against the ids in use and the tenant's quota, and queue it in the engine. Raise RefusedError
+        if the id is in use, if the quota is exceeded, or if the engine refuses the request."""
         request = active.request
         if request.grammar is not None and self._grammars is not None:
             self._grammars.check_served(request.grammar)  # another worker may have joined since the check
@@ -246,8 +250,8 @@ class Intake:
 
 
 async def embedding_end(active: ActiveRequest) -> SequenceEnd:
-    """Wait for the end of a request for an embedding, and return the end, which has the embedding. Raise RefusedError
-    if the request fails or is aborted."""
+    """Wait for the end of a request for an embedding. Return the end of its sequence, which contains the embedding.
+    Raise RefusedError if the request fails or is aborted."""
     await active.wait_for_end()
     end = active.outputs[0].end
     if end is None or not end.embedding:

@@ -25,16 +25,16 @@ _TOKEN_BYTES = 40
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """The changes of the cache at one time. In a snapshot, the events describe the cache's content after the batch of
-    this number."""
+    """The changes of the prefix cache at one time, as a batch for subscribers. In a snapshot, the events instead
+    describe the whole content of the cache after the batch with this number."""
 
     sequence_number: int
     events: tuple[KvEvent, ...]
 
 
 class KvEventLog:
-    """A bounded log of batches. Their numbers begin at 1 and increase by 1. The log is pure: the writer wakes the
-    waiting readers."""
+    """A bounded log of batches of KV cache events. The numbers of the batches begin at 1 and increase by 1. The log
+    does no waiting itself: the writer wakes up the waiting readers."""
 
     def __init__(
         self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES, retention: float = RETENTION
@@ -50,25 +50,28 @@ class KvEventLog:
 
     @property
     def first_start(self) -> int:
-        """The smallest number after which every batch is kept. The largest such number is `last_sequence_number`."""
+        """The smallest sequence number from which a subscriber can continue, because all later batches are still in the
+        log. The largest such number is `last_sequence_number`."""
         return self.last_sequence_number - len(self._batches)
 
     def follow(self) -> None:
-        """Add a subscriber, which reads the batches that are appended from now on."""
+        """Add a subscriber, which reads the batches that are appended to the log from now on."""
         self._num_followers += 1
 
     def leave(self, now: float) -> None:
-        """Remove a subscriber, which may return. `now` is a time in seconds of any monotonic clock."""
+        """Remove a subscriber. Batches are still kept for a limited time, because the subscriber may return. `now` is a
+        time in seconds of any monotonic clock."""
         self._num_followers -= 1
         self._kept_until = now + self._retention
 
     def is_kept(self, now: float) -> bool:
-        """Return whether events must be appended. If not, the writer calls `skip` for the events that occurred."""
+        """Return whether new KV cache events must be appended to the log, because a subscriber is connected or may
+        return. If not, the writer calls `skip` for events that occurred."""
         return self._num_followers > 0 or now < self._kept_until
 
     def skip(self) -> None:
-        """Record that events occurred and were not kept. All kept batches are dropped, because events are missing after
-        them."""
+        """Record that KV cache events occurred that were not appended. All batches in the log are dropped, because a
+        subscriber could not continue from them without a gap."""
         self.last_sequence_number += 1
         self._batches.clear()
         self.num_bytes = 0
@@ -81,8 +84,8 @@ class KvEventLog:
             self.num_bytes -= _num_bytes(self._batches.popleft().events)
 
     def after(self, sequence_number: int) -> KvEventBatch | None:
-        """Return the batch after this number, or None if it does not exist yet. Raise LookupError if the number is less
-        than `first_start` or greater than `last_sequence_number`."""
+        """Return the batch that follows the batch with this number, or None if it does not exist yet. Raise LookupError
+        if the number is less than `first_start` or greater than `last_sequence_number`."""
         if not self.first_start <= sequence_number <= self.last_sequence_number:
             raise LookupError(sequence_number)
         if sequence_number == self.last_sequence_number:
@@ -98,8 +101,8 @@ def _num_bytes(events: Sequence[KvEvent]) -> int:
 
 
 class KvEvents:
-    """The events of a scheduler's KV cache. They are kept in a log while it has subscribers, and are otherwise only
-    counted."""
+    """The events of a scheduler's KV cache: blocks stored in, and removed from, the prefix cache. The events are kept
+    in a log while the log has subscribers, and are otherwise only counted."""
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class KvEvents:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Keep the cache's events inside the block, where a subscriber reads them."""
+        """Keep the KV cache's events in the log inside the block, in which a subscriber reads them."""
         self.take()
         self._log.follow()
         try:
@@ -125,24 +128,27 @@ class KvEvents:
             self._log.leave(self._clock.now())
 
     def snapshot(self) -> KvEventBatch:
-        """Return the content of the cache, with the number of the last batch."""
+        """Return the whole content of the prefix cache as one batch. Its number is the number of the last batch in the
+        log, after which a subscriber continues."""
         self.take()
         return KvEventBatch(self._log.last_sequence_number, tuple(self._scheduler.kv_snapshot()))
 
     @property
     def starts(self) -> tuple[int, int]:
-        """The smallest and the largest number that `after` accepts."""
+        """The smallest and the largest batch number from which a subscriber can continue with `after`."""
         return self._log.first_start, self._log.last_sequence_number
 
     async def after(self, sequence_number: int) -> KvEventBatch | None:
-        """Wait for the batch after this number and return it. Return None if there will be no more batches. Raise
-        LookupError if the batch is no longer kept, or if the number is greater than the number of the last batch."""
+        """Wait for the batch of events that follows the batch with this number, and return it. Return None if there
+        will be no more batches because the server shuts down. Raise LookupError if the batch is no longer kept, or if
+        no batch with this number exists yet."""
         while (batch := self._log.after(sequence_number)) is None and not self._has_ended:
             await self._log_grew.wait()
         return batch
 
     def take(self) -> None:
-        """Take the new events from the core, and append or count them."""
+        """Collect the new KV cache events from the scheduler core. Append them to the log if it has subscribers, and
+        count them by type."""
         if self._log.is_kept(self._clock.now()):
             events = self._scheduler.take_kv_events()
             counts = Counter(map(type, events))
@@ -156,7 +162,7 @@ class KvEvents:
         self.num_events.update(counts)
 
     def end(self) -> None:
-        """End the events. Readers that wait for the next batch return."""
+        """End all subscriptions, because the server shuts down. Readers that wait for the next batch return."""
         self._has_ended = True
         self._tell()
 

@@ -15,40 +15,42 @@ NON_FAILURES = (EndReason.STOP, EndReason.LENGTH, EndReason.ABORT)
 
 
 class Observer:
-    """An observer of the step loop. A subclass overrides the methods of the events that it needs; the other methods do
-    nothing.
+    """An observer of the step loop's work, such as metrics or tracing. A subclass overrides the methods of the events
+    that it needs; the other methods do nothing.
 
     Events occur once per request or once per step, never once per token.
     """
 
     def submission(self, request: Request, trace_headers: Mapping[str, str]) -> AbstractContextManager[Request]:
-        """Return the context manager in which a request is submitted to the core. The context manager yields the
-        request, to which it may have added a span of the trace in `trace_headers`. An exception in the block means that
-        the request is refused."""
+        """Return the context manager in which the step loop submits a request to the scheduler core. Its value is the
+        request, to which it may have added a span of the distributed trace in `trace_headers`. An exception in the
+        block means that the request is refused."""
         return nullcontext(request)
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
-        """Called when a sample of an admitted request has ended."""
+        """Called when a sample of an admitted request has ended. `now` is the time of the end in seconds of the step
+        loop's clock."""
 
     def step_finished(self, result: StepResult, num_computed_prompt_tokens: int) -> None:
-        """Called when a step's result has been processed. `num_computed_prompt_tokens` is the total number of prompt
-        tokens, of all sequences so far, that were not in the prefix cache."""
+        """Called when the worker's result of a step has been processed. `num_computed_prompt_tokens` is a total since
+        the start: the number of prompt tokens, of all sequences, that were not found in the prefix cache."""
 
     def first_token_after(self, seconds: float) -> None:
-        """Called when a sequence has its first token, `seconds` after the arrival of its request."""
+        """Called when the first output token of a sequence was computed, `seconds` after the arrival of its request."""
 
     def tokens_after(self, seconds: float, num_tokens: int) -> None:
-        """Called when `num_tokens` sequences have a new token, `seconds` after their previous token."""
+        """Called when `num_tokens` sequences have one new output token each, `seconds` after their previous token."""
 
     def worker_changed(self, capacity: WorkerCapacity | None) -> None:
-        """Called when a worker has joined, or, with None, when the worker is lost."""
+        """Called with the properties of a worker when it has connected, and with None when the worker is lost."""
 
     def invariant_failed(self) -> None:
-        """Called when an invariant of the scheduler is found broken."""
+        """Called when a check has found that an invariant of the scheduler core is broken."""
 
 
 class Observers:
-    """The methods to call for each event. These are the methods that the observers override."""
+    """The methods to call for each event of the step loop. For each event, these are the methods of the observers that
+    override it."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.submission = _overriding(Observer.submission, observers)

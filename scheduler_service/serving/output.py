@@ -29,9 +29,10 @@ _BLOCK_CHARS = 1024  # length from which on a block of text is full
 
 
 class Delta(NamedTuple):
-    """The new output of one sample since the previous delta. The last delta of an output that did not fail has `end`.
+    """A piece of the output of one sample: the tokens and text that are new since the previous delta. The last delta of
+    an output that did not fail contains the field `end`.
 
-    A delta is a tuple because one is created for every token: a frozen dataclass takes four times as long to create.
+    A delta is a tuple because one is created for every token. Creating a frozen dataclass takes four times as long.
     """
 
     sample_index: int
@@ -46,21 +47,24 @@ class Delta(NamedTuple):
 
 
 class OutputDecoder(Protocol):
-    """The interface of a decoder, which decodes the tokens of one output to text."""
+    """The interface of a detokenizer for the output of one sample. It receives the output tokens in order and returns
+    their text."""
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, str | None, int]:
-        """Decode tokens. Return the text that later tokens cannot change, the stop text that ended the output or None,
-        and the number of tokens that belong to the output."""
+        """Decode the next output tokens. Return three values: the new text that later tokens cannot change, the stop
+        text that ended the output (None if no stop text occurred), and the number of given tokens that belong to the
+        output."""
 
     def flush(self) -> tuple[str, str | None, int]:
-        """Return the text that was held back, and the stop text in it or None. The third item is not used."""
+        """Return the text that the decoder still held back at the end of an output, and the stop text in this text or
+        None. The third item of the result is not used."""
 
 
 class TextBlocks:
-    """The text of an output, stored in blocks.
+    """The text of an output, stored as a list of string blocks that can be appended to and sliced like one string.
 
     The cost of an append or a slice depends only on the length of the appended or sliced text. A single string would be
-    copied as a whole.
+    copied as a whole at every append.
     """
 
     def __init__(self) -> None:
@@ -93,8 +97,9 @@ class TextBlocks:
 
 
 class LogprobColumns(Sequence[TokenLogprobs]):
-    """A compact sequence of log-probabilities for outputs that are kept long. An entry takes a few bytes, while objects
-    would take hundreds of bytes."""
+    """A compact sequence of token log-probabilities, stored in arrays of numbers. It is used for outputs that are kept
+    in memory for long. An entry takes a few bytes, while an entry made of Python objects would take hundreds of
+    bytes."""
 
     def __init__(self) -> None:
         self._ranks = array("I")  # one per position
@@ -137,10 +142,11 @@ class LogprobColumns(Sequence[TokenLogprobs]):
 
 
 class SampleRecord:
-    """The output of one sample so far: each token once, in order, and exactly one end (S6).
+    """The output of one sample of a request so far: its tokens, text, log-probabilities and end. The record contains
+    each token once, in order, and exactly one end (invariant S6).
 
-    A kept token takes about 16 bytes. With log-probabilities it takes 20 bytes more, and 12 bytes for each of the most
-    likely tokens.
+    A token of an output that is kept takes about 16 bytes. With log-probabilities it takes 20 bytes more, and 12 bytes
+    for each of the most likely tokens.
     """
 
     def __init__(
@@ -155,9 +161,10 @@ class SampleRecord:
         is_kept: bool = False,
         is_whole: bool = False,
     ) -> None:
-        """Without a `decoder` all text is empty. `label` is the sample's name in a ready list. `keep_stop_token_text`:
-        the text includes the text of the token that ends the output. `is_kept`: the output remains readable after it
-        was read. `is_whole`: the output is read once, at its end."""
+        """Create an empty record for the sample with this index in its request. Without a `decoder`, the text of the
+        output is empty. `label` identifies the sample in a ready list. With `keep_stop_token_text`, the output's text
+        includes the text of the token that ends the output. With `is_kept`, the output can be read again after it was
+        read. `is_whole` means that the output is read once, at its end."""
         self.index = index
         self.label = label
         self.sequence_id = -1  # the engine's id, once the request is queued
@@ -196,7 +203,7 @@ class SampleRecord:
 
     @property
     def num_bytes(self) -> int:
-        """An estimate of the memory of a kept output, in bytes."""
+        """The estimated memory of an output that is kept, in bytes."""
         columns = (self._logprobs, self._prompt_logprobs)
         in_columns = sum(each.num_bytes for each in columns if isinstance(each, LogprobColumns))
         return _BASE_BYTES + 16 * len(self._token_ids) + self._text.num_bytes + in_columns
@@ -211,8 +218,9 @@ class SampleRecord:
         self.last_token_at = now
 
     def finish(self, end: SequenceEnd) -> None:
-        """Record the end of the output. The end states the number of tokens; published tokens beyond this number, after
-        a stop text, are dropped. Raise RuntimeError if the output has already ended or has fewer tokens."""
+        """Record the end of a sample's output. `end` states the number of output tokens. If a stop text ended the
+        output, more tokens may have been published; the tokens beyond this number are dropped. Raise RuntimeError if
+        the output has already ended, or if fewer tokens than this number were published."""
         if self.published_end is not None:
             raise RuntimeError(f"sequence {end.sequence_id} ended twice")
         if end.num_output_tokens > self.num_published:
@@ -234,8 +242,9 @@ class SampleRecord:
         cumulative_logprob: float | None = None,
         end: SequenceEnd | None = None,
     ) -> None:
-        """Publish several tokens, their log-probabilities and an end. `cumulative_logprob` is the total of a
-        hypothesis, whose tokens have no log-probabilities of their own."""
+        """Publish several output tokens of a sample, their log-probabilities, and the end of the output.
+        `cumulative_logprob` is the total log-probability of a beam search hypothesis, whose tokens have no
+        log-probabilities of their own."""
         self._new_token_ids += token_ids
         self.num_published += len(token_ids)
         self.new_logprobs += logprobs
@@ -248,8 +257,8 @@ class SampleRecord:
     # Processing
 
     def sample_tokens(self) -> list[int] | None:
-        """Return the new tokens if nothing else is new, otherwise None. The caller passes the tokens on directly, so
-        the readers of this record do not receive them."""
+        """Return the new output tokens of a sample if only tokens are new, otherwise None. The caller sends the
+        returned tokens to the client directly, so the readers of this record do not receive these tokens."""
         if self.published_end is not None or self.new_logprobs or self.new_prompt_logprobs:
             return None
         token_ids, self._new_token_ids = self._new_token_ids, []
@@ -258,8 +267,9 @@ class SampleRecord:
         return token_ids
 
     def take_in(self) -> None:
-        """Process the published items. The end comes with the last token or alone, and all remaining text is released
-        with it."""
+        """Process the published items of a sample, so that readers can read them: decode the tokens to text and look
+        for stop texts. The end of the output is processed together with the last token or alone. All text that was held
+        back is released with the end."""
         self.is_queued = False
         self.is_over = self.published_end is not None
         if self.num_tokens < self._num_passed:
@@ -282,14 +292,15 @@ class SampleRecord:
     # Reading
 
     def has_more(self, first_token: int) -> bool:
-        """Return whether the output has anything to read from `first_token` on."""
+        """Return whether a reader that has read all tokens before `first_token` has anything left to read: tokens, text
+        or the end of the output."""
         if first_token < self.num_tokens or self.end is not None:
             return True
         return self._chars_before(first_token) < self._text.num_chars
 
     def delta(self, first_token: int, num_tokens: int) -> Delta:
-        """Return a delta of `num_tokens` tokens from `first_token` on. If it reaches the last token of an output that
-        ended without failure, it includes the end."""
+        """Return a delta of `num_tokens` output tokens, beginning with the token of index `first_token`. If the delta
+        reaches the last token of an output that ended without failure, the delta also contains the end."""
         start = first_token - self.first_token
         stop = start + num_tokens
         is_last = first_token + num_tokens == self.num_tokens
@@ -304,12 +315,14 @@ class SampleRecord:
         return self._ended(delta, self.end) if is_last and self.end is not None else delta
 
     def prompt_delta(self, first: int, count: int) -> Delta:
-        """Return a delta of `count` log-probabilities of prompt tokens, from index `first` on."""
+        """Return a delta with the log-probabilities of `count` prompt tokens, beginning with the prompt log-probability
+        of index `first`."""
         start = first - self._first_prompt_logprob
         return Delta(self.index, self.first_token, (), prompt_logprobs=self._prompt_logprobs[start : start + count])
 
     def forget(self) -> None:
-        """Discard all items so far, which have been read, unless the output is kept."""
+        """Discard all items of the output so far, because its only reader has read them. Do nothing if the output is
+        kept for further readers."""
         if self._is_kept:
             return
         self.first_token = self.num_tokens
@@ -324,7 +337,8 @@ class SampleRecord:
             self._prompt_logprobs = self._make_logprobs()
 
     def _add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], end: SequenceEnd | None = None) -> None:
-        """Append tokens to the output. Their text belongs to the last of them. Tokens after a stop text are dropped."""
+        """Decode tokens and append them to the output. The text of all these tokens is assigned to the last of them.
+        Tokens after a stop text are dropped. If `end` is given, the output ends or fails after these tokens."""
         if self.stop_text is None:
             num_kept, text = self._decode(token_ids, end)
             if num_kept > 1:
@@ -344,7 +358,8 @@ class SampleRecord:
                 self.end = end
 
     def _decode(self, token_ids: Sequence[int], end: SequenceEnd | None) -> tuple[int, str]:
-        """Return how many of the next tokens belong to the output, and the text that they complete."""
+        """Decode the next tokens of the output. Return how many of these tokens belong to the output, and the text that
+        the tokens complete."""
         if self._decoder is None:
             return len(token_ids), ""
         with_text, text = token_ids, ""
@@ -368,23 +383,26 @@ class SampleRecord:
         self._logprobs.extend(entries)
 
     def _chars_before(self, token: int) -> int:
-        """Return the index in the stored text at which the text of `token` begins."""
+        """Return the index in the stored text of the output at which the text of the token with index `token`
+        begins."""
         position = token - self.first_token
         return self._text_ends[position - 1] if position else 0
 
     def _ended(self, delta: Delta, end: SequenceEnd) -> Delta:
-        """Return `delta` with the end of an output that did not fail."""
+        """Return a copy of `delta` that contains the end of an output that did not fail. If a stop text ended the
+        output, the reason of the end is STOP."""
         reason, stop_token_id = (end.reason, end.stop_token_id) if self.stop_text is None else (EndReason.STOP, None)
         end = replace(end, reason=reason, stop_token_id=stop_token_id, num_output_tokens=self.num_tokens)
         return delta._replace(end=end, stop_text=self.stop_text, cumulative_logprob=self._cumulative_logprob)
 
 
 class OutputReader:
-    """The position of one reader in an output. An output that is not kept has only one reader."""
+    """A reader of the output of one sample. It remembers its position and returns the new output as deltas. An output
+    that is not kept has only one reader."""
 
     def __init__(self, output: SampleRecord, first_token: int = 0, max_tokens: int = MAX_DELTA_TOKENS) -> None:
-        """Prompt log-probabilities are only delivered to a reader with a `first_token` of 0. `max_tokens` is the
-        maximum number of tokens in one delta."""
+        """Begin to read at the output token of index `first_token`. The log-probabilities of prompt tokens are only
+        delivered to a reader with a `first_token` of 0. `max_tokens` is the maximum number of tokens in one delta."""
         self._output = output
         self._max_tokens = max_tokens
         self._next_token = first_token
@@ -392,8 +410,9 @@ class OutputReader:
         self.has_ended = False  # the output is over, and all of it was read
 
     def take(self) -> Iterable[Delta]:
-        """Return the deltas that are due, or an empty iterable if nothing is new. Each delta is created when it is
-        iterated. Deltas that the caller does not iterate are due at the next call."""
+        """Return the deltas with the output that is new since the previous call, or an empty iterable if nothing is
+        new. A delta counts as read only when the caller has iterated to it. The next call returns the remaining
+        deltas."""
         output = self._output
         self._next_token = max(self._next_token, output.first_token)  # earlier tokens bypassed the reader
         num_tokens = output.num_tokens - self._next_token
@@ -426,8 +445,8 @@ class OutputReader:
 
 @dataclass(slots=True, eq=False)
 class ReadyList:
-    """A list of outputs with new items, from many requests, for one reader. The reader takes the outputs at its own
-    pace."""
+    """A list of samples of many requests that have new output, for one reader such as a GenerateMany call. The reader
+    takes the samples at its own pace."""
 
     on_news: Callable[[], None]  # called on the event loop when `outputs` is no longer empty
     outputs: list[SampleRecord] = field(default_factory=list)  # with new items
@@ -437,19 +456,22 @@ class ReadyList:
         return outputs
 
     def put_back(self, outputs: Sequence[SampleRecord]) -> None:
-        """Put back outputs that the reader took but did not read. They come first at the next `take`."""
+        """Put back samples that the reader took but did not read. They are the first samples that the next call of
+        `take` returns."""
         self.outputs[:0] = outputs
 
 
 @dataclass(slots=True)
 class TokenCounts:
-    """The number of output tokens that clients received, and the number of tokens computed beyond these."""
+    """Two counters of output tokens: the tokens that clients received, and the tokens that were computed but discarded,
+    for example after a stop text."""
 
     num_kept: int = 0
     num_discarded: int = 0
 
     def settle(self, output: SampleRecord, num_kept: int) -> None:
-        """Count the tokens of an output that is over, of which the client kept `num_kept`."""
+        """Count the output tokens of a sample that is over. `num_kept` is the number of tokens that the client kept.
+        The remaining tokens of the sample count as discarded."""
         num_kept = min(num_kept, output.num_published)
         self.num_kept += num_kept
         self.num_discarded += output.num_published - num_kept

@@ -37,13 +37,15 @@ SAME_NUMBERS = tuple(name for name in RANGES if name in SamplingParams.__datacla
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The truncation of a prompt that is too long."""
+    """A request's instruction to shorten a prompt that has too many tokens."""
 
     max_tokens: int | None  # None: all that fit, with one output token
     keeps_first: bool = False  # else keeps the last tokens
 
     def cut(self, token_ids: Sequence[int], max_sequence_tokens: int) -> Sequence[int]:
-        """Return the tokens that are kept: at most `max_tokens`, from the beginning or the end of the prompt."""
+        """Return the prompt tokens that are kept: at most `max_tokens` tokens from the beginning or the end of the
+        prompt. Without `max_tokens`, return the tokens that leave room for one output token in a sequence of
+        `max_sequence_tokens` tokens."""
         most = max_sequence_tokens - 1 if self.max_tokens is None else self.max_tokens
         if len(token_ids) <= most:
             return token_ids
@@ -64,15 +66,16 @@ class ParsedRequest:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether the request is for an embedding: its prompt is computed and pooled, and it generates no tokens."""
+        """Whether the request is for an embedding. In this case the hidden states of the prompt are computed and
+        pooled, and no tokens are generated."""
         return self.request.sampling.pooling is not Pooling.NONE
 
     def with_prompt(
         self, prompt: str | tuple[int, ...], request_id: str, seed: int | None, model: ModelInfo
     ) -> "ParsedRequest":
-        """Return a copy of the request with another id and prompt, and with a random seed if `seed` is None. The copies
-        share the options, so the options are parsed only once. Raise RefusedError if the id or the prompt is
-        invalid."""
+        """Return a copy of the parsed request with another request id, prompt and seed. If `seed` is None, the copy has
+        a random seed. The copies share the options, so the options of several prompts are parsed only once. Raise
+        RefusedError if the id or the prompt is invalid."""
         check_request_id(request_id)
         _check_text(prompt, model)
         request = replace(self.request, request_id=request_id, seed=_drawn(seed))
@@ -81,9 +84,10 @@ class ParsedRequest:
     def fit(
         self, token_ids: Sequence[int], model: ModelInfo, max_sequence_tokens: int, deadline: float | None
     ) -> Request:
-        """Return the complete request, with its prompt tokens, output length and deadline. Prompt and output together
-        have at most `max_sequence_tokens` tokens. `deadline` is a time of the engine's clock. Raise RefusedError if the
-        request does not fit."""
+        """Return the complete request for the engine, with its prompt tokens, maximum output length and deadline.
+        Prompt and output together have at most `max_sequence_tokens` tokens. `deadline` is a time of the engine's clock
+        in seconds. Raise RefusedError if the prompt or the requested output does not fit, or if the requested
+        log-probabilities take too much memory."""
         prompt = self._fit_prompt(token_ids, model, max_sequence_tokens)
         max_tokens = 0 if self.is_embedding else self._fit_output(len(prompt), max_sequence_tokens)
         request = replace(self.request, prompt_token_ids=prompt, max_tokens=max_tokens, deadline=deadline)
@@ -98,8 +102,9 @@ class ParsedRequest:
         return request
 
     def _fit_prompt(self, token_ids: Sequence[int], model: ModelInfo, max_sequence_tokens: int) -> tuple[int, ...]:
-        """Return the prompt's tokens. `token_ids` may be a field of a protobuf message, which is copied only after its
-        length was checked. Raise RefusedError if the prompt is empty, too long or has an invalid token."""
+        """Check the prompt's tokens and return them as a tuple. `token_ids` may be a field of a protobuf message, which
+        is copied only after its length was checked. Raise RefusedError if the prompt is empty, is too long or contains
+        a token id outside of the vocabulary."""
         is_text = isinstance(self.prompt, str)
         field = "text" if is_text else "token_ids.ids"
         if not token_ids:
@@ -129,8 +134,9 @@ class ParsedRequest:
 
 
 def all_logprobs_bytes(request: Request) -> dict[str, int]:
-    """Return the estimated memory of log-probabilities of the whole vocabulary, in bytes, for each option that requests
-    them. Streams are limited too, because each token then has a large event."""
+    """Return the estimated memory, in bytes, of the log-probabilities of a request that asks for the whole vocabulary
+    at each position. The result maps each option that asks for this to its bytes, and is empty for other requests.
+    Streamed requests are limited too, because each token then has a large event."""
     sampling = request.sampling
     asked = {
         "prompt_logprobs": (len(request.prompt_token_ids), sampling.num_prompt_logprobs),
@@ -144,8 +150,8 @@ def all_logprobs_bytes(request: Request) -> dict[str, int]:
 
 
 def check_token_id(field: str, token_id: int, model: ModelInfo) -> None:
-    """Raise RefusedError if the model does not have this token. `field` is the path of the request field that contains
-    it."""
+    """Raise RefusedError if a token id is not in the model's vocabulary. `field` is the path of the request field that
+    contains the token id, for the error message."""
     if not 0 <= token_id < model.vocab_size:
         raise invalid(field, f"token id {token_id} is not in the vocabulary of {model.vocab_size} tokens")
 
@@ -167,8 +173,9 @@ def parse_request(
     default_max_tokens: int | None = None,
     truncation: Truncation | None = None,
 ) -> ParsedRequest:
-    """Return a request from the fields that an API has parsed, and the call that it came with. Without `options` the
-    request is for an embedding. Raise RefusedError if a field is invalid."""
+    """Validate the fields that an API has read from a client's request, and return them as a ParsedRequest. `call` is
+    the HTTP request or RPC that contained the fields. Without `options`, the request is for an embedding. Raise
+    RefusedError if a field is invalid."""
     request = Request(
         request_id=f"req-{secrets.token_hex(8)}" if request_id is None else request_id,
         tenant=call.caller.tenant(tenant),
@@ -197,12 +204,12 @@ def _check_text(prompt: str | Sequence[int], model: ModelInfo) -> None:
 
 
 def _drawn(seed: int | None) -> int:
-    """Return `seed`, or a new random seed if it is None."""
+    """Return the seed that a client requested, or a new random 64-bit seed if `seed` is None."""
     return secrets.randbits(64) if seed is None else seed
 
 
 def check_request_id(request_id: str) -> None:
-    """Raise RefusedError if a request id is empty or too long."""
+    """Raise RefusedError if the id of a request is empty or too long."""
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
         raise invalid(
             "request_id",
@@ -212,7 +219,8 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_names(request: Request) -> None:
-    """Raise RefusedError if an id or a name in the request is too long, or if its retention hint is 0."""
+    """Raise RefusedError if the id of the request or one of its names (tenant, cache salt, session id) is too long, or
+    if its retention hint is 0."""
     check_request_id(request.request_id)
     for field, limit in _MAX_NAME_CHARS.items():
         length = len(getattr(request, field))
@@ -272,8 +280,9 @@ def _read_sampling(
 def num_candidates(
     sampling: SamplingParams, beam: BeamParams | None, grammar: Grammar | None, model: ModelInfo
 ) -> int | None:
-    """Return the number of continuations to consider for each beam in a step, or None without a beam search. Enough
-    beams continue even if all stop tokens are among the most likely tokens (after transformers)."""
+    """Return how many of the most likely next tokens a beam search considers for each beam in a step, or None if the
+    request has no beam search. The number is large enough for beams to continue even if all stop tokens are among these
+    tokens (after transformers)."""
     if beam is None:
         return None
     end_token_ids = {*sampling.stop_token_ids, *(grammar.end_token_ids if grammar is not None else ())}
@@ -285,7 +294,7 @@ def _resolved_number(number: int | None, model: ModelInfo) -> int | None:
 
 
 def check_tokens(options: Options, model: ModelInfo) -> None:
-    """Raise RefusedError if the options contain a token that the model does not have."""
+    """Raise RefusedError if the sampling options contain a token id that is not in the model's vocabulary."""
     for field in ("stop_token_ids", "logprob_token_ids"):
         for position, token_id in enumerate(options.get(field, ())):
             check_token_id(f"sampling.{field}[{position}]", token_id, model)
@@ -294,7 +303,8 @@ def check_tokens(options: Options, model: ModelInfo) -> None:
 
 
 def _read_beam(options: Options) -> BeamParams | None:
-    """Return the parameters of the beam search that the options request, or None."""
+    """Return the parameters of the beam search that the sampling options request, or None if they request no beam
+    search."""
     if "beam_width" not in options:
         return None
     return BeamParams(
@@ -305,8 +315,8 @@ def _read_beam(options: Options) -> BeamParams | None:
 
 
 def _read_grammar(options: Options, model: ModelInfo) -> Grammar | None:
-    """Return the grammar of the output, or None. The grammar itself is checked later. Raise RefusedError if the model
-    supports no grammars."""
+    """Return the grammar that the sampling options request for the output, or None if they request no grammar. The
+    content of the grammar is checked later. Raise RefusedError if the model supports no grammars."""
     kind = grammar_kind(options)
     if kind is None:
         return None
@@ -316,7 +326,8 @@ def _read_grammar(options: Options, model: ModelInfo) -> Grammar | None:
 
 
 def read_stop(options: Options, model: ModelInfo) -> tuple[str, ...]:
-    """Return the stop texts in the options. Raise RefusedError if there are any but the model has no tokenizer."""
+    """Return the stop texts in the sampling options. Raise RefusedError if there are stop texts but the model has no
+    tokenizer, because stop texts are found in the decoded output."""
     stop = tuple(options.get("stop", ()))
     if stop and model.tokenizer_path is None:
         raise invalid(
@@ -326,6 +337,7 @@ def read_stop(options: Options, model: ModelInfo) -> tuple[str, ...]:
 
 
 def refuse(faults: Iterable[Fault]) -> None:
-    """Raise RefusedError for the first fault, if there is any."""
+    """Raise RefusedError for the first of the faults that were found in a request's options. Do nothing without
+    faults."""
     for fault in faults:
         raise invalid(f"sampling.{fault.field}", fault.text)

@@ -17,10 +17,11 @@ _PIECE_TOKENS = PIECE_SIZE // _TOKEN_BYTES  # per turn: a decoder holds the inte
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """Limits on texts, in bytes of UTF-8.
+    """Limits on the texts in requests, in bytes of UTF-8.
 
-    `max_waiting` limits all texts, conversations and lists of tokens that wait to be processed. `max_tenant_waiting` is
-    the limit for one tenant, so that no tenant can shut out the others.
+    `max_prompt` limits one prompt. `max_waiting` limits all texts, conversations and lists of tokens that wait to be
+    processed. `max_tenant_waiting` is the limit for the waiting texts of one tenant, so that no tenant can shut out the
+    others.
     """
 
     max_prompt: int = 1024 * 1024
@@ -49,8 +50,9 @@ class PromptTexts:
         field: str = "text",
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the tokens of a prompt. `field` is the path of the request field that contains the text. Raise
-        RefusedError if the text is too long or cannot be tokenized."""
+        """Return the token ids of a prompt's text. The sequence, with at least one output token, may have
+        `max_sequence_tokens` tokens. `field` is the path of the request field that contains the text, for error
+        messages. Raise RefusedError if the text is too long or cannot be tokenized."""
         return await self.encode_then(
             _unchanged, text, tenant, max_sequence_tokens, field=field, add_special_tokens=add_special_tokens
         )
@@ -65,9 +67,9 @@ class PromptTexts:
         field: str,
         add_special_tokens: bool,
     ) -> _Result:
-        """Return the result of `then`, which is called with the prompt's tokens on the same thread and in the same
-        turn. So a list of tokens, which takes 36 bytes a token, never waits for another turn. Raise RefusedError if the
-        text is too long or cannot be tokenized."""
+        """Tokenize a prompt's text, call `then` with the token ids on the same thread and in the same turn of the
+        tenant, and return the result of `then`. So a list of tokens, which takes 36 bytes a token, never waits for
+        another turn. Raise RefusedError if the text is too long or cannot be tokenized."""
         size = len(text.encode())
         self._check_size(size, max_sequence_tokens, field)
         is_long = size > PIECE_SIZE
@@ -88,8 +90,9 @@ class PromptTexts:
         return made
 
     async def decode(self, token_ids: Sequence[int], tenant: str, *, skip_special_tokens: bool) -> str:
-        """Return the text of valid token ids. A long list is decoded in pieces, with one turn of the tenant for each
-        piece. Raise RefusedError if too many bytes wait to be processed."""
+        """Return the text of token ids, which must be in the vocabulary. A long list is decoded in pieces, and the
+        tenant waits for its turn before each piece. Raise RefusedError if too many bytes of texts wait to be
+        processed."""
         size, texts = len(token_ids) * _TOKEN_BYTES, []
         if size <= PIECE_SIZE:
             whole = partial(self._tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
@@ -102,7 +105,8 @@ class PromptTexts:
         return "".join(texts) + decoder.flush()
 
     def _check_size(self, size: int, max_sequence_tokens: int, field: str) -> None:
-        """Raise RefusedError if a text exceeds the limit in bytes, or is too large for `max_sequence_tokens` tokens."""
+        """Raise RefusedError if a prompt's text of `size` bytes exceeds the limit for a prompt, or if it must have
+        `max_sequence_tokens` tokens or more."""
         overflow = None if max_sequence_tokens == ANY_NUMBER else ContextOverflow(max_sequence_tokens)
         if size > self._limits.max_prompt:
             raise invalid(

@@ -33,17 +33,19 @@ _CHECK_INTERVAL = 256
 
 
 class EpochLink(Protocol):
-    """The connection to the worker during one epoch."""
+    """The connection to the worker during one epoch, which is the time from a connection of the worker to its loss."""
 
     def send(self, plan: StepPlan) -> None:
-        """Send a plan, without waiting for the transmission."""
+        """Send a step's plan to the worker, without waiting for the transmission."""
 
     def close(self, reason: str) -> None:
-        """End the epoch, for example because the worker violated the protocol."""
+        """End the epoch by closing the connection to the worker, for example because the worker violated the protocol.
+        `reason` is for the log."""
 
 
 class PlanExchange:
-    """The exchange of plans and results with the worker, over all epochs."""
+    """The part of the step loop that sends plans to the worker and processes the worker's results. It exists over all
+    epochs (connections of a worker), while each epoch has its own link."""
 
     def __init__(
         self,
@@ -55,7 +57,8 @@ class PlanExchange:
         wake: asyncio.Event,
         clock: Clock,
     ) -> None:
-        """`wake` is an event that is set when the step loop has something to process."""
+        """`wake` is an event that wakes up the step loop. It is set when a worker's report or a new connection waits to
+        be processed."""
         self._scheduler = scheduler
         self._counters = scheduler.state.counters
         self._publisher = publisher
@@ -83,31 +86,34 @@ class PlanExchange:
         self.availability.worker_joined(capacity, self._scheduler.max_sequence_tokens)
 
     def moved(self, step: int) -> None:
-        """Report that the moves of all plans up to this step are done. The link must call this before it passes on a
-        result that acknowledges these moves."""
+        """Report that the worker has moved all KV cache blocks, between device and host memory, that the plans up to
+        this step contain. The link must call this method before it passes on a result that acknowledges these moves."""
         self._tell(partial(self._scheduler.moved, step))
 
     def grammar_ready(self, grammar_id: int, error: str) -> None:
-        """Report that the worker has prepared a grammar of the epoch, or, with `error`, the reason why it cannot."""
+        """Report that the worker has compiled the grammar with this id. If `error` is not empty, it is the reason why
+        the worker cannot use the grammar."""
         self._tell(lambda now: self._publisher.publish(self._scheduler.grammar_ready(grammar_id, error, now)))
 
     def result(self, result: StepResult) -> None:
         self._tell(partial(self._take_result, result))
 
     def worker_lost(self, reason: str) -> None:
-        """Report that the worker is lost. This has no effect if no worker is connected."""
+        """Report that the connection to the worker is lost, which ends the epoch. The method has no effect if no worker
+        is connected."""
         self.empty_inbox()
         if self._link is not None:
             self._end_epoch(reason)
 
     def _tell(self, news: Callable[[float], None]) -> None:
-        """Queue a report for the next run of the loop. Reports of a link whose epoch has ended are dropped."""
+        """Queue a report of the worker, which the step loop processes in its next run. A report that arrives after the
+        end of the epoch is dropped."""
         if self._link is not None:
             self._inbox.append(news)
             self._wake.set()
 
     def empty_inbox(self) -> None:
-        """Process the worker's reports. A report that violates the protocol ends the epoch."""
+        """Process all waiting reports of the worker. A report that violates the protocol ends the epoch."""
         while self._inbox:
             try:
                 self._inbox.popleft()(self._clock.now())
@@ -128,8 +134,8 @@ class PlanExchange:
             self._check_invariants()
 
     def _check_invariants(self) -> None:
-        """Check a few of the core's invariants. If one is broken, end the epoch, which discards the state of the
-        cache."""
+        """Check a few invariants of the scheduler core. If an invariant is broken, end the epoch, which discards the
+        state of the KV cache."""
         try:
             self._scheduler.check_sample()
         except AssertionError:
@@ -139,7 +145,8 @@ class PlanExchange:
             self._fail_epoch("an invariant of the scheduler is broken")
 
     def send_plans(self) -> None:
-        """Send plans until the core has no further plan: no work remains, or enough plans are in flight."""
+        """Ask the scheduler core for plans and send them to the worker. Stop when the core has no plan, because no work
+        remains or because enough plans are in flight."""
         while self._link is not None:
             plan = self._scheduler.schedule(self._clock.now())
             if plan is None:
@@ -148,7 +155,7 @@ class PlanExchange:
             self._link.send(plan)
 
     def close(self, message: str) -> None:
-        """End the current epoch, if there is one, because the scheduler shuts down."""
+        """End the current epoch because the scheduler shuts down. Do nothing if no worker is connected."""
         if self._link is not None:
             self._link.close(message)
             self._leave_epoch()
@@ -184,8 +191,8 @@ class StepLoop:
         kv_event_log: KvEventLog | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """See WorkerAvailability for `worker_timeout` and `worker_grace`. The default `clock` is the event loop's
-        clock."""
+        """`worker_timeout` and `worker_grace` are how long requests wait for a missing worker, in seconds; see
+        WorkerAvailability. The default `clock` is the event loop's clock."""
         self._scheduler = scheduler
         self.state = scheduler.state  # read-only, for `core.explain`
         heard_by = Observers(observers)
@@ -209,7 +216,8 @@ class StepLoop:
     # Requests
 
     def submit(self, request: ActiveRequest, trace: Mapping[str, str] = {}) -> None:
-        """Queue a request. Raise RefusedError or AdmissionError if it is refused."""
+        """Queue a request in the scheduler core. Raise RefusedError if no requests are accepted now, for example during
+        shutdown. Raise AdmissionError if the core refuses the request, for example because its queue is full."""
         asked = request.request
         if refusal := self.availability.refusal(asked.output_mode):
             raise RefusedError(Reason.UNAVAILABLE, refusal)
@@ -223,37 +231,37 @@ class StepLoop:
         self._wake.set()
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """Abort a request by its id. Raise KeyError if the request does not exist."""
+        """Abort a tenant's request by its id, so that its samples end with the reason ABORT. Raise KeyError if no such
+        request is waiting or running."""
         self._publisher.publish(self._scheduler.abort(tenant, request_id, self.clock.now()))
         self._wake.set()
 
     def cancel(self, request: ActiveRequest) -> None:
-        """Abort a submitted request if it has unfinished samples. A request that has ended is left alone, because
-        another request may have the same id by now."""
+        """Abort a submitted request if some of its samples are unfinished. A request that has ended is left alone,
+        because another request may use the same id by now."""
         if any(output.sequence_id in self._publisher.samples for output in request.outputs):
             self.abort(request.request.tenant, request.request.request_id)
 
     def settle(self, output: SampleRecord, num_kept: int) -> None:
-        """Count the tokens of a sample that its client kept, and the tokens computed beyond these."""
+        """Count how many output tokens of a sample its client kept. The remaining computed tokens of the sample count
+        as discarded."""
         self._publisher.counts.settle(output, num_kept)
 
     def token_counts(self) -> TokenCounts:
-        """Return how many tokens clients received, and how many tokens were computed beyond these, including the tokens
-        of beam searches."""
+        """Return how many output tokens clients received, and how many were computed but discarded. The discarded
+        tokens include the tokens of beams that a beam search did not return."""
         counts, num_discarded = self._publisher.counts, self.state.counters.num_discarded_tokens
         return TokenCounts(counts.num_kept, counts.num_discarded + num_discarded)
 
     def stop(self, output: SampleRecord, num_tokens: int) -> None:
-        """End a sample after `num_tokens` tokens, because of a stop text."""
+        """End a sample after its first `num_tokens` output tokens, because its output contains a stop text."""
         self._publisher.publish(self._scheduler.stop(output.sequence_id, num_tokens, self.clock.now()))
         self._wake.set()
 
     async def flush_cache(self, patience: float) -> bool:
-        """Drop all cached content as soon as no requests remain. Return False if requests remain for `patience`
-        seconds.
-
-        With a `patience` of 0 the method does not wait.
-        """
+        """Drop the whole content of the prefix cache as soon as no requests remain, and return True. Return False,
+        without a change, if requests still remain after `patience` seconds. With a `patience` of 0 the method does not
+        wait."""
         try:
             async with asyncio.timeout(patience):
                 while self._publisher.samples:
@@ -267,7 +275,8 @@ class StepLoop:
     # Running
 
     async def run(self) -> None:
-        """Run until cancelled. An exception is a bug in the scheduler and is fatal."""
+        """Schedule requests, send plans and process results until the task is cancelled. An exception is a bug in the
+        scheduler and is fatal."""
         if not self.exchange.is_connected:
             self.availability.start_timers()
         try:
@@ -279,23 +288,25 @@ class StepLoop:
 
     @property
     def is_due(self) -> bool:
-        """Whether events have occurred that `run_once` has not processed yet."""
+        """Whether requests or reports of the worker have arrived that `run_once` has not processed yet."""
         return self._wake.is_set()
 
     def run_once(self) -> None:
-        """Process the worker's reports, send the next plans, and take the cache's events."""
+        """Run the step loop once: process the worker's reports, send the next plans to the worker, and collect the
+        events of the KV cache."""
         self._wake.clear()
         self.exchange.empty_inbox()
         self.exchange.send_plans()
         self.kv_events.take()
 
     async def drain(self) -> None:
-        """Refuse new requests, and return when all accepted requests have ended."""
+        """Refuse new requests from now on, and return when all accepted requests have ended."""
         self.availability.drain()
         await self._publisher.idle.wait()
 
     def end_all(self, message: str) -> None:
-        """End every request with the reason NO_WORKER and this message, and end the events of the cache."""
+        """End every request with the end reason NO_WORKER and this message, because the server shuts down.
+        Subscriptions to the events of the KV cache end too."""
         self.availability.drain()
         self.kv_events.end()
         self.exchange.close(message)

@@ -28,11 +28,12 @@ _Result = TypeVar("_Result")
 
 
 class TenantBytes:
-    """A counter of the bytes that the calls of each tenant hold, with a limit for one tenant and a limit for all
-    tenants."""
+    """A counter of the bytes of memory that each tenant's HTTP requests and RPCs hold, with a limit for one tenant and
+    a limit for all tenants."""
 
     def __init__(self, what: str, max_bytes: int, max_tenant_bytes: int) -> None:
-        """`what` names the counted items, in the plural, for error messages. A single item is admitted whatever its
+        """`what` names the counted things in the plural, such as "texts", for error messages. `max_bytes` is the limit
+        for all tenants and `max_tenant_bytes` the limit for one tenant. A single thing is admitted whatever its
         size."""
         self._what = what
         self._max_bytes = max_bytes
@@ -42,7 +43,8 @@ class TenantBytes:
 
     @contextmanager
     def held(self, tenant: str, size: int) -> Iterator[None]:
-        """Count `size` bytes for the tenant during the block. Raise RefusedError if this would exceed a limit."""
+        """Count `size` bytes for the tenant during the block. Raise RefusedError, before the block runs, if this would
+        exceed the limit of the tenant or of all tenants."""
         self.add(tenant, size)
         try:
             yield
@@ -50,7 +52,8 @@ class TenantBytes:
             self.remove(tenant, size)
 
     def add(self, tenant: str, size: int) -> None:
-        """Count `size` more bytes for the tenant. Raise RefusedError if this would exceed a limit."""
+        """Count `size` more bytes for the tenant. Raise RefusedError if this would exceed the limit of the tenant or of
+        all tenants."""
         for whose, held, limit in (
             ("this tenant", self._held.get(tenant, 0), self._max_tenant_bytes),
             ("all tenants", self.num_bytes, self._max_bytes),
@@ -75,7 +78,8 @@ class TenantBytes:
 
 @dataclass(slots=True)
 class _Queues:
-    """The queues of one tenant's pieces of work. A piece waits for the earlier pieces in its queue."""
+    """The queues of one tenant's pieces of work, such as texts to tokenize. A piece of work waits for the earlier
+    pieces in its queue."""
 
     short: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, _NUM_SHORT))
     long: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 1))
@@ -84,11 +88,11 @@ class _Queues:
 
 
 class Turns:
-    """Threads for pieces of work, which the tenants use in turn.
+    """Threads for CPU work that client input causes, such as tokenization. The tenants use the threads in turn.
 
-    The queue of a thread contains at most one piece of each tenant. So a tenant's piece waits for at most one piece of
-    another tenant, however many pieces that tenant has. Pieces larger than PIECE_SIZE are long, and have a thread of
-    their own.
+    The queue of a thread contains at most one piece of work of each tenant. So a tenant's piece waits for at most one
+    piece of another tenant, however many pieces that tenant has. Pieces larger than PIECE_SIZE are long, and have a
+    thread of their own.
     """
 
     def __init__(self, waiting: TenantBytes) -> None:
@@ -104,14 +108,16 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, tenant: str, *, is_long: bool) -> AsyncIterator[None]:
-        """Wait until one more piece of the tenant may run, and run the block as this piece."""
+        """Wait until the tenant may run one more piece of work, and run the block as this piece. Pieces with `is_long`
+        wait in a separate queue."""
         with self._queued(tenant) as queues:
             async with queues.long if is_long else queues.short:
                 yield
 
     @contextmanager
     def _queued(self, tenant: str) -> Iterator[_Queues]:
-        """Count one more piece of the tenant during the block."""
+        """Count one more piece of work of the tenant, waiting or running, during the block. The block gets the tenant's
+        queues."""
         queues = self._queues.setdefault(tenant, _Queues())
         queues.num_pieces += 1
         try:
@@ -124,16 +130,17 @@ class Turns:
     async def call(
         self, tenant: str, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
     ) -> _Result:
-        """Call `work`, a long piece, on a thread in the tenant's turn, and return its result. The caller counts its
-        bytes."""
+        """Run a long piece of work when it is the tenant's turn: call `work` on a thread and return its result. The
+        caller must count the bytes of the work itself."""
         async with self.turn(tenant, is_long=True):
             return await on_thread(self._long_thread, partial(work, *args, **named))
 
     async def run(
         self, tenant: str, size: int, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
     ) -> _Result:
-        """Call `work` on a thread in the tenant's turn, and return its result. `size` bytes are counted until it
-        returns. Raise RefusedError if too many bytes wait."""
+        """Run a piece of work when it is the tenant's turn: call `work` on a thread and return its result. `size` is
+        the memory of the work in bytes, which is counted until `work` returns. Raise RefusedError if too many bytes
+        wait already."""
         with self.waiting.held(tenant, size):
             if size > PIECE_SIZE:
                 return await self.call(tenant, work, *args, **named)
@@ -143,8 +150,8 @@ class Turns:
     async def run_operation(
         self, tenant: str, size: int, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
     ) -> _Result:
-        """Call `work` on the event loop if `size` is at most PIECE_SIZE, otherwise on a thread as `run` does. Return
-        its result. Raise RefusedError if too many bytes wait."""
+        """Call `work` and return its result. Work of at most PIECE_SIZE bytes runs on the event loop, and larger work
+        on a thread as in `run`. Raise RefusedError if too many bytes of larger work wait already."""
         if size > PIECE_SIZE:
             return await self.run(tenant, size, work, *args, **named)
         if size > _SMALL_SIZE:
@@ -156,10 +163,11 @@ class Turns:
 
 
 async def on_thread(threads: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:
-    """Call `work` on a thread and return its result.
+    """Call `work` on a thread of the pool and return its result.
 
-    If the caller is cancelled before the work begins, the work is dropped with all objects that it refers to. If the
-    work has begun, wait for its end, so that its turn and its bytes are not released while it runs.
+    If the calling task is cancelled before the work begins, the work is dropped with all objects that it refers to. If
+    the work has begun, wait for its end before the cancellation continues. So the caller's locks and memory counts are
+    not released while the work runs.
     """
     waiting = [work]
     submitted = threads.submit(lambda: waiting.pop()())

@@ -23,7 +23,8 @@ _CHOICE = (
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A checkpoint's chat template, with the named templates that clients may select."""
+    """The chat template of a checkpoint, a Jinja template that turns a conversation into a prompt. Clients may select
+    one of the named templates instead."""
 
     text: str
     source: Path  # the file that contains it
@@ -31,8 +32,8 @@ class ChatTemplate:
     is_plain: bool  # the files contain this text itself, where routers look for it
 
     def refusals(self, special_tokens: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the kinds of conversation that the template cannot render, each with the reason. Raise ValueError if
-        rendering does not end within its budget of steps."""
+        """Return the kinds of conversation that the chat template cannot render, each with the reason, found by trial.
+        Raise ValueError if rendering takes more steps than its budget."""
         try:
             return tuple(f"{kinds}: {reason}" for kinds, reason in refusals(self.text, special_tokens).items())
         except BudgetExceeded as error:
@@ -40,12 +41,12 @@ class ChatTemplate:
 
 
 def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
-    """Read the chat template of a checkpoint directory, or return None if it has no template. Raise ValueError if a
-    file is invalid.
+    """Read the chat template of a checkpoint directory. Return None if the checkpoint has no chat template. Raise
+    ValueError if a file is invalid.
 
-    The template is in chat_template.jinja, or else in the field chat_template of tokenizer_config.json, or else of
-    chat_template.json. The folder additional_chat_templates may contain more templates, which are named after their
-    files.
+    The file chat_template.jinja contains the template. Without this file, the field chat_template of
+    tokenizer_config.json or of chat_template.json is used, in this order. The folder additional_chat_templates may
+    contain more templates, which are named after their files.
     """
     path = directory / "chat_template.jinja"
     if path.is_file():
@@ -62,8 +63,8 @@ def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> 
 
 
 def chat_template_of(tokenizer_config: Mapping[str, Any], source: Path) -> ChatTemplate | None:
-    """Return the chat template in the settings of a tokenizer_config.json, or None. Raise ValueError if it is
-    invalid."""
+    """Return the chat template in the settings of a tokenizer_config.json, or None if the settings contain no template.
+    Raise ValueError if the template is invalid."""
     return _joined(_named(tokenizer_config, source), source, is_plain=_is_plain(tokenizer_config))
 
 
@@ -81,8 +82,8 @@ def _is_plain(tokenizer_config: Mapping[str, Any]) -> bool:
 
 
 def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Return the templates in a file by name. A single template without a name is the default template. Raise
-    ValueError if the field is invalid."""
+    """Return the chat templates in a configuration file, by name. A single template without a name is the default
+    template. Raise ValueError if the field chat_template is invalid."""
     found = config.get("chat_template")
     if found is None or isinstance(found, str):
         return {} if found is None else {_DEFAULT: found}
@@ -99,10 +100,10 @@ def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _joined(named: Mapping[str, str], source: Path, *, is_plain: bool) -> ChatTemplate | None:
-    """Combine the default template and the template for tools into one template, which selects between them as
-    transformers does.
+    """Combine the default chat template and the template for tools into one template. The combined template selects
+    between them, as transformers does, depending on whether the conversation has tools.
 
-    So routers, which accept a single template, and clients need not know the names. Return None without any template.
+    Routers accept only a single template, and clients need not know the names. Return None if there are no templates.
     Raise ValueError if the templates are too long.
     """
     if not named:

@@ -32,7 +32,8 @@ _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.m
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The properties of the served model, as far as the scheduler needs them."""
+    """The properties of the served model that the scheduler needs: vocabulary, maximum length, end tokens, chat
+    template and others. They are read from the checkpoint's files, without the weights."""
 
     name: str  # of the directory, or of the GGUF file without its suffix
     directory: Path  # absolute path of the directory or of the GGUF file
@@ -57,13 +58,13 @@ class ModelInfo:
 
     @property
     def grammar_end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an output that matches a grammar, in ascending order. These are the end tokens that can
-        be sampled."""
+        """The end tokens of outputs that must match a grammar, in ascending order. These are the model's end tokens
+        that can be sampled."""
         return tuple(token_id for token_id in self.eos_token_ids if token_id < self.vocab_size)
 
     @property
     def grammar_refusal(self) -> str:
-        """The reason why the model supports no grammars, or an empty text."""
+        """The reason why the model cannot constrain outputs to a grammar, or an empty string if it can."""
         if self.tokenizer_path is None:
             return "the served checkpoint has no tokenizer, so no output can be matched to a grammar"
         if not self.grammar_end_token_ids:
@@ -75,11 +76,12 @@ class ModelInfo:
 
     @property
     def chat_template(self) -> str | None:
-        """The text of the chat template, or None."""
+        """The text of the model's chat template, or None if the checkpoint has no chat template."""
         return None if self.template_file is None else self.template_file.text
 
     def warnings(self) -> list[str]:
-        """Return a warning for each feature that does not work with this checkpoint."""
+        """Return a warning for each feature that does not work with this checkpoint, such as text prompts if it has no
+        tokenizer."""
         found = []
         if self.tokenizer_path is None:
             found.append(
@@ -97,14 +99,14 @@ class ModelInfo:
 
 
 def read_model_info(model: str) -> ModelInfo:
-    """Return the properties of a checkpoint directory or a GGUF file. Raise ValueError, with one line that names the
-    file at fault."""
+    """Return the properties of the model in a checkpoint directory or a GGUF file. Raise ValueError, with a message of
+    one line that names the file, if a file is missing or invalid."""
     return read_model(model)[0]
 
 
 def read_model(model: str) -> tuple[ModelInfo, TokenizerFiles | None]:
-    """Return the model's properties, as `read_model_info` does, and the tokenizer's files, or None if it has no
-    tokenizer.
+    """Return the model's properties, as `read_model_info` does, and the contents of the tokenizer's files. The second
+    item is None if the model has no tokenizer.
 
     The tokenizer's files take long to read, and much memory to keep.
     """
@@ -138,7 +140,8 @@ def _read_directory(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
 
 
 def _read_gguf(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
-    """Read a GGUF file. Errors in its settings name the file, and the keys that the settings have in config.json."""
+    """Read the model's properties from a GGUF file. An error in a setting names the GGUF file and the name that the
+    setting has in config.json."""
     file = GgufFile.open(path)
     tokenizer = TokenizerFiles.of(path)
     info = _model_info(
@@ -173,8 +176,8 @@ def _model_info(
     digest: bytes,
     embedding: PoolingChoice,
 ) -> ModelInfo:
-    """Build the properties from the parsed files. `end_token_id` is the tokenizer's end token, which is added to the
-    end tokens in the other files. Raise ValueError if a setting is invalid."""
+    """Build the properties of a model from its parsed files. `end_token_id` is the end token of the tokenizer, which is
+    added to the end tokens in the other files. Raise ValueError if a setting is invalid."""
     config, length_key = text_settings(config)
     vocab_size = _positive(config, "vocab_size", config_path)
     # The end tokens are in generation_config.json, or else in config.json. The tokenizer's end token is added to them.
@@ -230,14 +233,15 @@ def _positive(config: dict[str, Any], key: str, file: Path) -> int:
 
 
 def _token_id(config: dict[str, Any], key: str) -> int | None:
-    """Return a token id, or None if it is missing or invalid. The token is only reported to clients, so an invalid id
-    is no error."""
+    """Return the token id that is stored under `key` in a model's configuration, or None if it is missing or invalid.
+    The token id is only reported to clients, so an invalid one is no error."""
     value = config.get(key)
     return value if is_whole(value) and 0 <= value < 2**31 else None
 
 
 def _convertible(directory: Path) -> str:
-    """Return a hint on how to convert the directory's other tokenizer file to a tokenizer.json, or an empty text."""
+    """Return a hint on how to create a tokenizer.json from another tokenizer file in the checkpoint directory, or an
+    empty string if there is no such file."""
     path = next((directory / name for name in _OTHER_TOKENIZERS if (directory / name).is_file()), None)
     if path is None:
         return ""

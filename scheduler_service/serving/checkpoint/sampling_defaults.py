@@ -42,8 +42,9 @@ _MAX_NAMED = 20  # settings in a warning
 
 
 def sampling_defaults(generation: Mapping[str, Any], file: Path, vocab_size: int) -> SamplingParams:
-    """Return the sampling parameters of unset options: the file's values, or else the API's defaults. Tokens that the
-    file suppresses have biases, which apply to all requests. Raise ValueError if a setting is invalid."""
+    """Return the sampling parameters that apply if a request leaves options unset. They are the values in the
+    checkpoint's generation_config.json, or else the API's defaults. Tokens that the file suppresses get large negative
+    logit biases, which apply to all requests. Raise ValueError if a setting in the file is invalid."""
     values: dict[str, Any] = {}
     for key in CHECKPOINTS_OPTIONS:
         value = generation.get(key)
@@ -64,7 +65,8 @@ def sampling_defaults(generation: Mapping[str, Any], file: Path, vocab_size: int
 
 
 def ignored_settings(generation: Mapping[str, Any], file: Path) -> str:
-    """Return a warning that names the unsupported settings in the file, or an empty text."""
+    """Return a warning that names the unsupported settings in a checkpoint's generation_config.json, or an empty string
+    if there are none."""
     found = [
         f"{key} ({shown(value)})"
         for key, value in generation.items()

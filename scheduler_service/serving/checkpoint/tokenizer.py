@@ -37,8 +37,9 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # in glibc
 
 
 def load_tokenizer(path: Path, text: str | None = None) -> HuggingFaceTokenizer:
-    """Load a tokenizer from a tokenizer.json and the files beside it, or from a GGUF file. `text` is the tokenizer in
-    the format of tokenizer.json, if it has already been read. Raise ValueError if the tokenizer cannot be read."""
+    """Load a Hugging Face tokenizer from a tokenizer.json file and the files beside it, or from a GGUF file. `text` is
+    the tokenizer in the format of tokenizer.json, if the caller has already read the file. Raise ValueError if the
+    tokenizer cannot be read."""
     try:
         return HuggingFaceTokenizer.from_str(text or read_tokenizer(path))
     except ValueError:
@@ -48,7 +49,7 @@ def load_tokenizer(path: Path, text: str | None = None) -> HuggingFaceTokenizer:
 
 
 class Tokenizer:
-    """A model's tokenizer."""
+    """A model's tokenizer. It encodes prompts on threads and decodes output tokens."""
 
     def __init__(self, path: Path, text: str | None = None) -> None:
         """See `load_tokenizer`."""
@@ -78,9 +79,9 @@ class Tokenizer:
         add_special_tokens: bool = True,
         is_long: bool = False,
     ) -> _Result | int:
-        """Tokenize a prompt on a thread and return the result of `then`, which is called with the token ids. If the
-        prompt has more than `max_tokens` tokens, return their number instead. `add_special_tokens` adds the special
-        tokens that surround a prompt. Raise ValueError if the text cannot be tokenized.
+        """Tokenize a prompt on a thread, call `then` with the token ids, and return the result of `then`. If the prompt
+        has more than `max_tokens` tokens, return the number of its tokens instead. With `add_special_tokens`, the
+        special tokens that surround a prompt are added. Raise ValueError if the text cannot be tokenized.
 
         Long texts run on a thread of their own, so that no other text waits for them.
         """
@@ -101,8 +102,8 @@ class Tokenizer:
         return self._tokenizer.decoder.decode(names)
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | None:
-        """Return the text of a token that follows a whole character, or None if the text depends on the token's
-        context."""
+        """Return the text of a token that follows a complete character. Return None if the text depends on the tokens
+        before it."""
         pieces = self._pieces[skip_special_tokens]
         piece = pieces.get(token_id)
         if piece is None:
@@ -112,12 +113,12 @@ class Tokenizer:
         return None if _REPLACEMENT in piece else piece
 
     def name_of(self, token_id: int) -> str:
-        """Return the name of a token in the vocabulary, or an empty text."""
+        """Return the name of a token in the tokenizer's vocabulary, or an empty string for an unknown token id."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text, which need not be whole characters. A special token has the
-        bytes of its name."""
+        """Return the bytes that a token adds to a text. These bytes need not be complete characters. For a special
+        token, return the bytes of its name."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._find_bytes(token_id)
@@ -175,8 +176,8 @@ class Tokenizer:
 
 
 def _max_token_bytes(tokenizer: HuggingFaceTokenizer) -> int | None:
-    """Return the size of the longest token's text, in bytes. Return None if the text of a token may differ from the
-    bytes of its name."""
+    """Return the size in bytes of the longest text that one token of a tokenizer has. Return None if the text of a
+    token may differ from the bytes of its name."""
     if not isinstance(tokenizer.decoder, decoders.ByteLevel) or tokenizer.normalizer is not None:
         return None
     added = tokenizer.get_added_tokens_decoder().values()
@@ -188,8 +189,8 @@ def _max_token_bytes(tokenizer: HuggingFaceTokenizer) -> int | None:
 
 
 def _byte_tokens(tokenizer: HuggingFaceTokenizer) -> dict[int, int]:
-    """Return the byte of each token that represents a single byte, by token id. The result is empty if the tokenizer
-    has no byte fallback."""
+    """Return the tokens that represent a single byte, as a mapping from token id to byte. The mapping is empty if the
+    tokenizer has no byte fallback."""
     if tokenizer.decoder is None or b'"ByteFallback"' not in tokenizer.decoder.__getstate__():
         return {}
     found = {tokenizer.token_to_id(_NAME_OF_BYTE.format(byte)): byte for byte in range(256)}
@@ -197,9 +198,10 @@ def _byte_tokens(tokenizer: HuggingFaceTokenizer) -> dict[int, int]:
 
 
 def _names_of_bytes(run: bytes) -> Iterator[str]:
-    """Yield the token names for a run of bytes. Each byte that belongs to no character becomes a replacement character.
+    """Yield the names of the byte tokens for a run of bytes. A byte that belongs to no complete character is replaced
+    by the replacement character U+FFFD.
 
-    The library itself would replace every byte of such a run, including the bytes of whole characters.
+    The tokenizer library itself would replace every byte of such a run, including the bytes of complete characters.
     """
     for char in run.decode(errors="surrogateescape"):
         if "\ud800" <= char <= "\udfff":
@@ -209,11 +211,12 @@ def _names_of_bytes(run: bytes) -> Iterator[str]:
 
 
 class IncrementalDecoder:
-    """A decoder that decodes tokens to text in parts. The concatenated parts equal the text of all tokens.
+    """A detokenizer that decodes the output tokens of one sample in parts. The concatenated parts equal the text of all
+    tokens.
 
-    The text of a token depends on its neighbours. Therefore the decoder decodes a window of tokens and releases the new
-    part of the text (after TGI's prefix and read offsets). Replacement characters at the end of the text may belong to
-    an incomplete character and are held back.
+    The text of a token depends on the neighbouring tokens. Therefore the decoder decodes a window of tokens and
+    releases the new part of the text, like TGI with its prefix and read offsets. Replacement characters at the end of
+    the text may belong to an incomplete character and are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
@@ -227,7 +230,7 @@ class IncrementalDecoder:
         self._is_whole = self._num_chars_out == len(text)  # all text was released, and ends with a whole character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens completed."""
+        """Decode the next output tokens, and return the text that these tokens completed."""
         if self._is_whole and len(token_ids) == 1:
             piece = self._tokenizer.piece(token_ids[0], skip_special_tokens=self._skip_special_tokens)
             if piece is not None:
@@ -254,7 +257,8 @@ class IncrementalDecoder:
         return new
 
     def flush(self) -> str:
-        """Return the remaining text at the end of the output, including an incomplete character."""
+        """Return the text that is still held back at the end of the output. If this text ends with an incomplete
+        character, a replacement character stands for it."""
         new = self._decode()[self._num_chars_out :]
         self._num_chars_out += len(new)
         return new
@@ -264,12 +268,13 @@ class IncrementalDecoder:
 
 
 def _num_certain(text: str) -> int:
-    """Return the number of characters that no later token can change."""
+    """Return the number of characters at the beginning of a decoded text that no later token can change."""
     return max(len(text.rstrip(_REPLACEMENT)), len(text) - _MAX_HELD_CHARS)
 
 
 class DecodedText(NamedTuple):
-    """The text that some tokens completed. It is a tuple because one is created for every token."""
+    """The text that some output tokens completed, as the result of `TextDecoder.push`. It is a tuple because one is
+    created for every token."""
 
     text: str
     stop_text: str | None = None  # the stop text that ended the output
@@ -277,12 +282,14 @@ class DecodedText(NamedTuple):
 
 
 class TextDecoder:
-    """A decoder of one output's text, which ends at the first stop text."""
+    """A detokenizer for the output of one sample that also detects stop texts. The decoded text ends at the first stop
+    text."""
 
     def __init__(
         self, decoder: IncrementalDecoder, *, stop: Sequence[str], min_tokens: int, include_stop_text: bool
     ) -> None:
-        """A stop text can end the output only after more than `min_tokens` tokens."""
+        """`stop` contains the stop texts. A stop text can end the output only after more than `min_tokens` tokens. With
+        `include_stop_text`, the decoded text includes the stop text."""
         self._decoder = decoder
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
@@ -291,8 +298,8 @@ class TextDecoder:
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> DecodedText:
-        """Decode tokens, and return the text that later tokens cannot change. After a `stop_text` is returned, do not
-        push more tokens."""
+        """Decode the next output tokens. Return the text that later tokens cannot change, and the stop text if one
+        ended the output. After a stop text was returned, no more tokens may be pushed."""
         if not self._stop:
             return DecodedText(self._decoder.push(token_ids), None, len(token_ids))
         released: list[str] = []
@@ -309,16 +316,17 @@ class TextDecoder:
         return DecodedText("".join(released), num_tokens=len(token_ids))
 
     def flush(self) -> DecodedText:
-        """Return the text that was held back, after the output ended for another reason than a stop text. If an
-        incomplete character at the end completes a stop text, the returned text ends there."""
+        """Return the text that was held back, after the output ended for another reason than a stop text. The held-back
+        text may contain an incomplete character that completes a stop text. In this case the returned text ends at the
+        stop text."""
         self._held += self._decoder.flush()
         text, stop_text = self._find_stop() or (self._held, None)
         self._held = ""
         return DecodedText(text, stop_text)
 
     def _find_stop(self) -> tuple[str, str] | None:
-        """Find the earliest stop text in the held text. Return the text that belongs to the output and the stop text,
-        or None."""
+        """Find the earliest stop text in the text that is held back. Return the part of this text that belongs to the
+        output, and the stop text. Return None if there is no stop text."""
         if self._num_tokens <= self._min_tokens:
             return None
         matches = [(self._held.find(stop_text), stop_text) for stop_text in self._stop]
@@ -329,7 +337,8 @@ class TextDecoder:
         return self._held[: start + len(stop_text) if self._include_stop_text else start], stop_text
 
     def _num_chars_to_hold(self) -> int:
-        """Return the number of characters at the end of the held text that may begin a stop text."""
+        """Return the number of characters at the end of the decoded text that must be held back, because they may be
+        the beginning of a stop text."""
         longest = 0
         for stop_text in self._stop:
             for length in range(min(len(stop_text) - 1, len(self._held)), longest, -1):

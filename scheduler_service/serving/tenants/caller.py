@@ -15,10 +15,11 @@ _BEARER = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The client that makes a call, with its credentials.
+    """The client that sends an HTTP request or an RPC, with its credentials: an API key, a certificate or access to a
+    Unix socket.
 
-    The tenant is looked up at every check, because a tenant may be removed during a long call. All methods raise
-    RefusedError if the caller is unknown.
+    The tenant is looked up at every check, because a tenant may be removed during a long RPC. All methods raise
+    RefusedError if the credentials belong to no tenant.
     """
 
     tenants: TenantFile | None  # None: callers are not identified, and may see all data
@@ -29,9 +30,9 @@ class Caller:
     tenants_revision: str | None = None
 
     def check(self) -> None:
-        """Raise RefusedError if the caller is unknown.
+        """Raise RefusedError if the caller's credentials belong to no tenant.
 
-        Without a tenants file, a caller that sends an API key is refused, because it expects the key to be checked.
+        Without a file of tenants, a caller that sends an API key is refused, because it expects the key to be checked.
         """
         if self.tenants is not None:
             self._identify(self.tenants)
@@ -42,8 +43,8 @@ class Caller:
             )
 
     def tenant(self, named: str) -> str:
-        """Return the tenant of a request whose own tenant field is `named`. Raise RefusedError if the caller may not
-        act for this tenant."""
+        """Return the tenant to which a request of this caller belongs. `named` is the tenant that the request itself
+        names, or an empty string. Raise RefusedError if the caller may not act for the named tenant."""
         if self.tenants_revision is not None:
             self.check_forwarded(named, self.tenants_revision)
             return named
@@ -61,21 +62,22 @@ class Caller:
         )
 
     def is_operator(self) -> bool:
-        """Return whether the caller may see data of all tenants."""
+        """Return whether the caller is an operator, who may see data of all tenants. Without a file of tenants, every
+        caller is one."""
         return self.tenants is None or self._identify(self.tenants).is_operator
 
     def check_operator(self, what: str) -> None:
-        """Raise RefusedError unless the caller may see data of all tenants. `what` names the data in the error
-        message."""
+        """Raise RefusedError unless the caller is an operator, who may see data of all tenants. `what` names the
+        requested data in the error message."""
         if not self.is_operator():
             raise RefusedError(Reason.PERMISSION_DENIED, f"{what} concerns all tenants; only operators have access")
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
-        """Check the tenant of a request that a front end forwards. `revision` is the revision of the front end's
-        tenants file.
+        """Check the tenant of a request that a front end forwards to this scheduler. `revision` is the digest of the
+        front end's file of tenants, or an empty string if it has no such file.
 
-        Raise RefusedError if this server's file does not have the tenant, which may have been revoked. Raise it too if
-        the caller may not act for other tenants.
+        Raise RefusedError if the scheduler's own file does not contain the tenant, which may have been removed. Raise
+        RefusedError too if the caller is not an operator, or if only the front end has a file of tenants.
         """
         if self.tenants is None:
             if not revision:
@@ -91,8 +93,9 @@ class Caller:
             raise RefusedError(Reason.UNAUTHENTICATED, f"tenant {tenant!r} is not known to the scheduler{why}")
 
     def _identify(self, tenants: TenantFile) -> Tenant:
-        """Return the caller's tenant. An API key takes precedence over other credentials, and a wrong key is always
-        refused."""
+        """Return the tenant to which the caller's credentials belong. An API key takes precedence over other
+        credentials. Raise RefusedError if the key is wrong, even if other credentials are valid, or if no credentials
+        match a tenant."""
         text = self.authorization
         if text is not None:
             key = text[len(_BEARER) :] if text.lower().startswith(_BEARER) else ""
@@ -114,8 +117,8 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The properties of a call that are not in the request itself: the caller, its headers, its deadline and its
-    size."""
+    """The properties of one HTTP request or RPC that are not in the message itself: the caller, the trace headers, the
+    client's deadline and the size."""
 
     caller: Caller
     session_id: str = ""  # for requests without one: proxies can only add headers

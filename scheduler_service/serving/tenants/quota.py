@@ -22,7 +22,8 @@ _PENDING = "pending"  # calls whose request is being tokenized
 
 
 class Quotas:
-    """The usage of all tenants, and their limits."""
+    """The current resource usage of all tenants, and the limits (quotas) on it. The usage is checked when a request is
+    accepted."""
 
     def __init__(self, limits_of: Callable[[str], Quota], read_capacity: Callable[[], WorkerCapacity | None]) -> None:
         self._limits_of = limits_of
@@ -31,8 +32,8 @@ class Quotas:
 
     @contextmanager
     def pending(self, tenant: str) -> Iterator[None]:
-        """Count a request of the tenant as pending inside the block, while the request is prepared. Raise RefusedError
-        if the tenant has reached its limit of requests."""
+        """Count one more request of the tenant as pending inside the block, in which the request is tokenized and
+        checked. Raise RefusedError if the tenant has reached its limit of requests."""
         usage = self._usages.setdefault(tenant, Counter())
         num_requests, limit = usage[_PENDING] + usage["max_requests"], self._limits_of(tenant).max_requests
         if limit is not None and num_requests >= limit:
@@ -46,8 +47,9 @@ class Quotas:
             self._forget_if_unused(tenant)
 
     def claim(self, request: Request) -> "Claim | None":
-        """Reserve the maximum usage of a request. Return None, without a reservation, if no worker has connected yet.
-        Raise RefusedError if the request exceeds a limit."""
+        """Reserve the requests, sequences, tokens and KV cache blocks that a request may use at most, and return the
+        reservation. Return None, without a reservation, if no worker has connected yet. Raise RefusedError if the
+        tenant would exceed one of its limits."""
         capacity = self._read_capacity()
         if capacity is None:
             return None
@@ -89,8 +91,8 @@ class Quotas:
         return Claim(usage, amounts, request.n, partial(self._forget_if_unused, request.tenant))
 
     def _forget_if_unused(self, tenant: str) -> None:
-        """Delete the counts of a tenant that uses nothing. Otherwise the counts could grow without limit, because an
-        operator's clients may choose names of tenants freely."""
+        """Delete the usage counts of a tenant that has no requests. Otherwise the counts could grow without limit,
+        because the clients of an operator may choose any tenant names."""
         usage = self._usages.get(tenant)
         if usage is not None and not any(usage.values()):
             del self._usages[tenant]
@@ -98,7 +100,7 @@ class Quotas:
 
 @dataclass(slots=True)
 class Claim:
-    """The part of a tenant's quota that one request uses until all of its samples have ended."""
+    """The part of a tenant's quota that one request uses, from its acceptance until all of its samples have ended."""
 
     usage: Counter[str]
     amounts: dict[str, int]  # the request's usage, by limit
@@ -106,7 +108,8 @@ class Claim:
     on_released: Callable[[], None] = field(repr=False)
 
     def take_news(self, has_ended: bool) -> None:
-        """Update the claim when a sample has new output. `has_ended`: the sample is over."""
+        """Update the tenant's usage when a sample of the request has new output. The parameter `has_ended` says whether
+        the sample is over. The last end releases the whole claim."""
         self._begin()
         if has_ended:
             self.num_open -= 1
@@ -119,7 +122,8 @@ class Claim:
         self.on_released()
 
     def _begin(self) -> None:
-        """Release the queued tokens, because the request is no longer queued."""
+        """Release the request's prompt tokens from the tenant's limit of queued tokens, because the request is no
+        longer queued."""
         self.usage["max_queued_tokens"] -= self.amounts.pop("max_queued_tokens", 0)
 
 

@@ -36,7 +36,8 @@ _MAX_NAME_CHARS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits on a tenant's concurrent usage, and on the retention hints of its requests.
+    """The limits on what a tenant's requests may use at the same time, and on their retention hints (how long cached
+    blocks are kept).
 
     None means that the tenant has no limit of its own.
     """
@@ -50,7 +51,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant, with its limits and its credentials."""
+    """A tenant of the server, which is a group of callers with common limits and credentials."""
 
     name: str
     quota: Quota
@@ -62,18 +63,18 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Tenants:
-    """The tenants in a file by name, and the SHA-256 of the file's content in hexadecimal."""
+    """The content of a file of tenants: the tenants by name, and the SHA-256 digest of the file in hexadecimal."""
 
     by_name: Mapping[str, Tenant]
     revision: str
 
 
 class TenantFile:
-    """The tenants in a file that is watched for changes."""
+    """A YAML file of tenants, which is watched for changes and read again after each change."""
 
     def __init__(self, path: str) -> None:
-        """Read the file. Raise OSError if it cannot be read, and ValueError, which names the error, if it is
-        invalid."""
+        """Read the file of tenants. Raise OSError if the file cannot be read. Raise ValueError, with a message that
+        names the error, if its content is invalid."""
         # Called after a change of the file, with the names of the removed tenants. A tenant that is removed and added
         # again later is therefore reported.
         self.listeners: list[Callable[[frozenset[str]], None]] = []
@@ -86,8 +87,8 @@ class TenantFile:
         )
 
     def by_key(self, key: str) -> Tenant | None:
-        """Return the tenant of an API key, or None. The key is compared with every known key, so the duration reveals
-        nothing about any key."""
+        """Return the tenant to which an API key belongs, or None for an unknown key. The key is compared with every
+        known key, so the duration reveals nothing about any key."""
         digest = hashlib.sha256(key.encode()).digest()
         found = None
         for tenant in self.current().values():
@@ -97,7 +98,7 @@ class TenantFile:
         return found
 
     def by_certificate(self, names: Iterable[str]) -> Tenant | None:
-        """Return the tenant to which one of the DNS names belongs, or None."""
+        """Return the tenant to which one of the DNS names in a client's certificate belongs, or None."""
         tenants = self.current().values()
         return next((tenant for tenant in tenants if not tenant.certificates.isdisjoint(names)), None)
 
@@ -106,18 +107,18 @@ class TenantFile:
 
     @property
     def revision(self) -> str:
-        """The digest of the file's last valid content."""
+        """The SHA-256 digest of the last valid content of the file of tenants, in hexadecimal."""
         return self.file.current.revision
 
     def quota(self, name: str) -> Quota:
-        """Return the limits of a tenant. A tenant that is not in the file has no limits: an operator made up its
+        """Return the limits of a tenant. A name that is not in the file has no limits: only an operator can use such a
         name."""
         tenant = self.current().get(name)
         return Quota() if tenant is None else tenant.quota
 
     def current(self) -> Mapping[str, Tenant]:
-        """Return the tenants in use, by name. If the file is removed or becomes invalid, the last valid content remains
-        in use."""
+        """Return the tenants in use, by name. If the file of tenants is removed or becomes invalid, its last valid
+        content remains in use."""
         return self.file.current.by_name
 
     def _tell(self, before: Tenants, current: Tenants) -> None:
@@ -126,7 +127,8 @@ class TenantFile:
 
 
 def _read(path: str, content: bytes) -> Tenants:
-    """Return the tenants in the file's content. Raise ValueError if the content is invalid."""
+    """Return the tenants in the content of a file of tenants. Raise ValueError, with a message that names the file, if
+    the content is invalid."""
     try:
         return Tenants(parse_tenants(content.decode()), hashlib.sha256(content).hexdigest())
     except ValueError as error:  # not UTF-8, or invalid
@@ -134,7 +136,8 @@ def _read(path: str, content: bytes) -> Tenants:
 
 
 def parse_tenants(text: str) -> dict[str, Tenant]:
-    """Return the tenants by name. Raise ValueError, which names the tenant, the key and the expected value."""
+    """Return the tenants in the YAML text of a file of tenants, by name. Raise ValueError if the text is invalid. The
+    message names the tenant, the key and the expected value."""
     document = parse_yaml(text)
     if not isinstance(document, dict) or set(document) != {"tenants"} or not isinstance(document["tenants"], dict):
         raise ValueError("expected one key, tenants, with a mapping from tenant names to their settings")
@@ -186,8 +189,8 @@ def _texts(name: str, key: str, entry: Mapping[str, Any]) -> list[str]:
 
 
 def _digest(name: str, text: str) -> bytes:
-    """Return the digest in an entry of api_keys. Raise ValueError if the entry is not a digest. The error does not
-    repeat the entry, which may be an API key written by mistake."""
+    """Return the SHA-256 digest of an API key from an entry of api_keys. Raise ValueError if the entry is not a digest.
+    The error does not repeat the entry, which may be an API key written by mistake."""
     try:
         digest = bytes.fromhex(text.removeprefix(_DIGEST_PREFIX))
     except ValueError:
