@@ -35,11 +35,12 @@ _LAST_ERROR = re.compile(r"^.*last error: (?:\w+: )?")
 
 
 class Outdated(Exception):
-    """The channel uses TLS files that have been renewed since it was opened."""
+    """Raised if the TLS files of a gRPC channel have been renewed since the channel was opened, so the link must
+    reconnect."""
 
 
 class Ended(NamedTuple):
-    """The reason why a session ended or could not be established."""
+    """The reason why a link's session with another process ended or could not be established."""
 
     reason: str
     was_held: bool = False  # the session had been established
@@ -48,14 +49,14 @@ class Ended(NamedTuple):
 
 
 class Backoff:
-    """The exponential backoff between the end of a session and the next attempt."""
+    """The exponential backoff of a link: the growing delay before each attempt to reconnect."""
 
     def __init__(self) -> None:
         self._seconds = _MIN_BACKOFF
 
     async def wait(self, ended: Ended) -> None:
-        """Sleep before the next attempt: twice as long as last time, or the minimum if a session had been
-        established."""
+        """Sleep before the next attempt to connect. The delay doubles after each failed attempt. It begins again at the
+        minimum if the last attempt had established a session."""
         if ended.was_held:
             self._seconds = _MIN_BACKOFF
         await asyncio.sleep(self._seconds)
@@ -63,7 +64,8 @@ class Backoff:
 
 
 class Outage:
-    """The time without a session. It reports every reason and logs without repetition.
+    """The time without a connection to another process. It reports every reason to its owner, and logs the reasons
+    without repetition.
 
     A new reason is logged at once. A reason that differs from a logged one only in its numbers, or in gRPC's wording of
     the same diagnosis, is logged again after a minute.
@@ -78,8 +80,8 @@ class Outage:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name` is the name of the other side in log lines. `port` diagnoses connections to a wrong port. `on_reason`
-        receives every reason, logged or not. `clock` returns seconds."""
+        """`name` is the name of the other process in log lines. `port` detects that the address is the port of another
+        service. `on_reason` receives every reason, logged or not. `clock` returns the time in seconds."""
         self._name = name
         self._logger = logger
         self._port = port
@@ -87,10 +89,11 @@ class Outage:
         self._repetition = Repetition(clock)
 
     def tell(self, reason: str | WorkerStarting, *, is_calm: bool) -> None:
-        """Report and log why there is no session, or the diagnosis if the address seems to be a wrong port.
+        """Report and log the reason why there is no connection. If the address seems to be the port of another service,
+        report this diagnosis instead.
 
-        `is_calm` means that the reason disappears without intervention, for example while the other side is starting.
-        Calm reasons are logged at level info.
+        `is_calm` means that the reason disappears without intervention, for example while the other process is
+        starting. Such reasons are logged at level info.
         """
         text = str(reason)
         reading = self._port.reading("its port", text) or self._port.reading(
@@ -106,7 +109,7 @@ class Outage:
             self._logger.warning("no session with %s: %s", self._name, reading or text)
 
     def end(self) -> None:
-        """Record that a session has been established. In the next outage, all reasons are logged again."""
+        """Record that a connection has been established. In the next outage, all reasons are logged again."""
         self._repetition.forget()
 
     async def connect(
@@ -115,10 +118,11 @@ class Outage:
         dialler: Dialler,
         probe: Callable[[], grpc.aio.Call],
     ) -> None:
-        """Await `connecting`, which waits silently for a connection, and report meanwhile why there is no connection.
+        """Await `connecting`, which waits silently for a gRPC connection. Meanwhile, report every few seconds why there
+        is no connection.
 
-        `probe` starts a call that fails immediately if there is no connection. Raises the exceptions of `connecting`,
-        and Outdated if the TLS files of `dialler` have been renewed meanwhile.
+        `probe` starts an RPC that fails immediately if there is no connection. The exceptions of `connecting` are
+        raised again. Raise Outdated if the TLS files of `dialler` were renewed meanwhile.
         """
         task = asyncio.create_task(connecting)
         try:

@@ -17,7 +17,8 @@ _MAX_CALLS = 4_000
 
 
 class Forwarder:
-    """Forwards calls over the link's connection to the scheduler."""
+    """Forwards RPCs of a front end's clients to the scheduler, over the connection of the front end's link. It is used
+    for RPCs that only the scheduler can answer."""
 
     def __init__(
         self,
@@ -25,7 +26,7 @@ class Forwarder:
         read_metadata: Callable[[], Sequence[tuple[str, str]]],
         tenants_revision: Callable[[], str],
     ) -> None:
-        """The two callbacks are documented in `SchedulerLink`."""
+        """`read_metadata` and `tenants_revision` are documented in `SchedulerLink`."""
         self._availability = availability
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision
@@ -33,10 +34,12 @@ class Forwarder:
         self.stub: Any = None  # the gRPC stub of the latest connection
 
     async def forward(self, method: str, message: Message, call: Call) -> AsyncGenerator[Any, None]:
-        """Yield the one or more messages of the scheduler's answer to a call.
+        """Call the RPC `method` of the scheduler, and yield the messages of its answer: one for a unary RPC, any number
+        for a stream.
 
         `message` must name the caller's tenant. A stream is read only as fast as this generator. Closing the generator
-        early cancels the scheduler's call. Raises RefusedError with the scheduler's status.
+        early cancels the RPC. Raise RefusedError with the scheduler's status if the RPC fails, or if the scheduler is
+        not connected or too many RPCs are being forwarded.
         """
         if reason := self._availability.unreachable_reason:
             raise RefusedError(Reason.UNAVAILABLE, reason)

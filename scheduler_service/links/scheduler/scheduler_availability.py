@@ -8,13 +8,14 @@ from scheduler_service.serving.refusal import Reason, RefusedError
 
 
 class SchedulerAvailability:
-    """Whether a front end accepts requests, from its scheduler's latest report or the reason for the lost connection.
+    """Whether a front end accepts requests. This depends on the latest report of its scheduler, or on the reason why
+    the scheduler is not connected.
 
-    The link reports every change.
+    The front end's link to the scheduler reports every change.
     """
 
     def __init__(self, address: str) -> None:
-        """`address` is the scheduler's address, for error messages."""
+        """`address` is the network address of the scheduler, for error messages."""
         self._address = address
         self._disconnect_reason: object = "it has not answered yet"  # None while connected
         self._has_answered = asyncio.Event()  # set by the first report or by drain()
@@ -32,7 +33,7 @@ class SchedulerAvailability:
 
     @property
     def unreachable_reason(self) -> str:
-        """The reason why calls cannot be sent to the scheduler now, or an empty string."""
+        """The reason why the front end cannot send requests to the scheduler now, or an empty string."""
         if self._is_draining:
             return "the front end is shutting down; send the request to another one"
         if not self.is_connected:
@@ -40,9 +41,9 @@ class SchedulerAvailability:
         return ""
 
     def refusal(self, output_mode: OutputMode = OutputMode.STREAMED) -> str:
-        """Return why this front end or its scheduler refuses requests now, or an empty string.
+        """Return the reason why this front end or its scheduler refuses requests now, or an empty string.
 
-        `output_mode` is ignored: detached requests are forwarded without this check.
+        `output_mode` is ignored, because detached requests are forwarded to the scheduler without this check.
         """
         return self.unreachable_reason or self._server_info.unavailable_reason
 
@@ -55,16 +56,16 @@ class SchedulerAvailability:
         return self._server_info.max_sequence_tokens
 
     def served_model_names(self) -> tuple[str, ...]:
-        """Return the names of the model that requests may use. Responses contain the first name.
+        """Return the names of the served model that requests may use. Responses contain the first name.
 
-        Before the scheduler's first report, the first name is empty.
+        Before the scheduler's first report, the result is one empty name.
         """
         return (self._server_info.served_model_name, *self._server_info.served_model_aliases)
 
     def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
-        """Return the scheduler's latest report with this front end's own `unavailable_reason`.
+        """Return the scheduler's latest report about itself, with this front end's own `unavailable_reason`.
 
-        The report is empty before the scheduler's first report.
+        Before the scheduler's first report, all other fields are empty.
         """
         info = scheduler_pb2.GetServerInfoResponse()
         info.CopyFrom(self._server_info)
@@ -72,14 +73,12 @@ class SchedulerAvailability:
         return info
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Wait for the scheduler's first report. The scheduler waits for its worker before it reports.
-
-        The maximum length of a request is unknown before this report.
-        """
+        """Wait for the scheduler's first report, which contains the maximum length of a sequence. The scheduler itself
+        waits for its worker before it reports. Return also when the front end shuts down."""
         await self._has_answered.wait()
 
     def lost(self, reason: object) -> RefusedError:
-        """Return the error for a request or call that ended with the connection."""
+        """Return the error for a request or an RPC that ended because the connection to the scheduler was lost."""
         return RefusedError(
             Reason.UNAVAILABLE, f"the scheduler at {self._address} is gone ({reason}); send the request again"
         )
@@ -87,7 +86,7 @@ class SchedulerAvailability:
     # Events
 
     def reported(self, info: scheduler_pb2.GetServerInfoResponse) -> None:
-        """Record a report of the scheduler. A scheduler that reports is connected."""
+        """Record a report of the scheduler about itself. A scheduler that reports is connected."""
         self._disconnect_reason = None
         self._server_info = info
         if info.HasField("worker"):
@@ -96,11 +95,12 @@ class SchedulerAvailability:
         self.changed.set()
 
     def disconnected(self, reason: object) -> None:
-        """Record why there is no connection. The link sets `changed` after each attempt."""
+        """Record the reason why the scheduler is not connected. The link sets the event `changed` after each attempt to
+        connect."""
         self._disconnect_reason = reason
 
     def drain(self) -> None:
-        """Refuse all requests from now on."""
+        """Refuse all new requests from now on, because the front end shuts down."""
         if not self._is_draining:
             self._is_draining = True
             self._has_answered.set()

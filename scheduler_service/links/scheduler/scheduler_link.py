@@ -49,7 +49,8 @@ _PORT = RightPort.of_link(
 
 
 class SchedulerLink:
-    """The connection of a front end to its scheduler, and the engine that runs the front end's requests."""
+    """The connection of a front end to its scheduler. It is also the front end's engine: it sends requests to the
+    scheduler and distributes the output to them."""
 
     def __init__(
         self,
@@ -61,9 +62,9 @@ class SchedulerLink:
         tenants_revision: Callable[[], str] = str,
         clock: Clock | None = None,
     ) -> None:
-        """`address` is the scheduler's address, for messages. `read_metadata` returns the metadata that identifies this
-        front end. `tenants_revision` returns the revision of the tenants file, or an empty string without one. The
-        default `clock` is the event loop's clock."""
+        """`address` is the scheduler's network address, for messages. `read_metadata` returns the gRPC metadata that
+        identify this front end, such as its API key. `tenants_revision` returns the digest of the front end's file of
+        tenants, or an empty string without such a file. The default `clock` is the event loop's clock."""
         self.clock = clock or Clock()
         self._dialler = dialler
         self._address = address
@@ -87,7 +88,8 @@ class SchedulerLink:
     # Operations of requests
 
     async def loads(self) -> scheduler_pb2.GetLoadsResponse:
-        """Return the scheduler's current load. Raises RefusedError."""
+        """Ask the scheduler for its current load and return the answer. Raise RefusedError if the scheduler is not
+        connected or the connection is lost meanwhile."""
         if self._client is None:
             raise RefusedError(Reason.UNAVAILABLE, self.availability.unreachable_reason)
         if self._loads is None:
@@ -96,10 +98,11 @@ class SchedulerLink:
         return await asyncio.shield(self._loads)
 
     def submit(self, request: ActiveRequest, trace: Mapping[str, str]) -> None:
-        """Send a request to the scheduler. Raises RefusedError if it cannot be sent.
+        """Send a request to the scheduler. Raise RefusedError if the scheduler is not connected, or if the request is
+        too large for a message.
 
-        The request receives the scheduler's refusal as its error. It receives its output piece by piece, even if it has
-        a ready list.
+        If the scheduler refuses the request later, the request fails with the scheduler's error. Its output is
+        processed piece by piece, even if the request has a ready list.
         """
         client, asked = self._client, request.request
         if client is None or self.availability.unreachable_reason:
@@ -124,25 +127,26 @@ class SchedulerLink:
         self._idle.clear()
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """Abort a request, so that it ends with ABORT. Raises KeyError if the link has no request of that name."""
+        """Abort a tenant's request, so that its samples end with the reason ABORT. Raise KeyError if this front end has
+        no unfinished request with this id."""
         self._abort(self._requests[tenant, request_id])
 
     def cancel(self, request: ActiveRequest) -> None:
         """Abort a request that no client reads any more.
 
-        Its samples end when the scheduler reports their end. Its name can be used again at once.
+        The samples of the request end when the scheduler reports their end. The request id can be used again at once.
         """
         if any(output.sequence_id in self._streams for output in request.outputs):
             self._free_name(request)
             self._abort(request)
 
     def stop(self, output: SampleRecord, num_tokens: int) -> None:
-        """Inform the scheduler that a stop text ended a sample after `num_tokens` tokens."""
+        """Report to the scheduler that a stop text ended a sample after its first `num_tokens` output tokens."""
         if output.sequence_id in self._streams:
             self._send_stop(output, num_tokens)
 
     def settle(self, output: SampleRecord, num_kept: int) -> None:
-        """Count the tokens of a sample that the client has kept, and report the number to the scheduler."""
+        """Count the output tokens of a sample that the client kept, and report their number to the scheduler."""
         self.counts.settle(output, num_kept)
         self._send_stop(output, num_kept)
 
@@ -153,13 +157,14 @@ class SchedulerLink:
 
     @property
     def num_running(self) -> int:
-        """The number of samples that have not ended. Thread-safe."""
+        """The number of samples of this front end's requests that have not ended. It can be read from any thread."""
         return len(self._streams)
 
     # Running
 
     async def run(self) -> None:
-        """Keep one GenerateMany call to the scheduler open, with reconnection, until cancelled."""
+        """Keep one GenerateMany RPC to the scheduler open until cancelled. If the RPC ends, fail its requests and
+        connect again."""
         backoff = Backoff()
         while True:
             ended = await self._hold()
@@ -179,12 +184,12 @@ class SchedulerLink:
             await backoff.wait(ended)
 
     async def drain(self) -> None:
-        """Refuse new requests, and return when all current requests have ended."""
+        """Refuse new requests from now on, and return when all requests of this front end have ended."""
         self.availability.drain()
         await self._idle.wait()
 
     def end_all(self, message: str) -> None:
-        """Fail every request with UNAVAILABLE and this message."""
+        """Fail every request of this front end with the error UNAVAILABLE and this message."""
         self.availability.drain()
         for request in {request for _, request in self._streams.values()}:
             if self._client is not None:
@@ -192,7 +197,7 @@ class SchedulerLink:
         self._fail_all(message)
 
     async def _hold(self) -> Ended:
-        """Run one call until it ends, and return why it ended."""
+        """Connect to the scheduler, run one GenerateMany RPC until it ends, and return the reason of its end."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(await self._dialler.channel())
         call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(self._read_metadata()))
         client, is_held = GenerateManyClient(call, self._first_stream_id), False
@@ -264,7 +269,8 @@ class SchedulerLink:
         request.take_in(output, token_ids, *more)
 
     def _abort(self, request: ActiveRequest) -> None:
-        """Ask the scheduler to abort a request. If the request has not been sent yet, it ends here."""
+        """Ask the scheduler to abort a request. If the request has not been sent to the scheduler yet, end its samples
+        here."""
         if self._client is None or self._client.abort(request.outputs[0].sequence_id):
             return
         usage = scheduler_pb2.Usage(prompt_tokens=len(request.request.prompt_token_ids))
@@ -297,7 +303,8 @@ class SchedulerLink:
 
 
 def _mismatch(info: scheduler_pb2.GetServerInfoResponse, model: ModelInfo, tenants_revision: str) -> str:
-    """Return why a front end with this model and tenants file cannot serve for the scheduler, or an empty string."""
+    """Return the reason why a front end with this model and this file of tenants cannot work for the scheduler, or an
+    empty string. `info` is the scheduler's report about itself."""
     if info.front_end_protocol != FRONT_END_PROTOCOL:
         versions = f"version {info.front_end_protocol} of the front-end protocol, this front end {FRONT_END_PROTOCOL}"
         return f"it speaks {versions}; install the same release for both"

@@ -62,26 +62,29 @@ _MAX_LEAD_S = 24 * 3600.0  # how far another scheduler's clock may be ahead
 
 
 class FencedError(Exception):
-    """Another scheduler has taken over this scheduler's worker with a higher epoch."""
+    """Raised if another scheduler has taken over this scheduler's worker, by connecting with a higher epoch number."""
 
 
 class EpochsExhausted(Exception):
-    """The epoch numbers are exhausted."""
+    """Raised if there is no higher epoch number for the next connection to the worker."""
 
 
 class Epochs:
-    """The epoch numbers of this scheduler: its start time in milliseconds of Unix time, shifted left by 20 bits.
+    """The epoch numbers of this scheduler. Each connection to the worker has a new, higher number, so that a worker
+    obeys only its latest scheduler. The first number is the start time in milliseconds of Unix time, shifted left by 20
+    bits.
 
-    A later process therefore has higher epochs. Within a process, the low bits count the epochs.
+    A process that starts later therefore has higher epochs. Within a process, the low bits count the epochs.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` returns Unix time in seconds."""
+        """`clock` returns the Unix time in seconds."""
         self._clock = clock
         self._last = int(clock() * 1000) << _EPOCH_SHIFT
 
     def next(self) -> int:
-        """Return an epoch above all returned and observed epochs. Raises EpochsExhausted."""
+        """Return an epoch number above all returned and observed ones. Raise EpochsExhausted if the largest 64-bit
+        number has been reached."""
         if self._last >= _MAX_EPOCH:
             raise EpochsExhausted(
                 f"there is no epoch above {self._last}, which is {self._last >> _EPOCH_SHIFT} ms of Unix time; set "
@@ -91,9 +94,10 @@ class Epochs:
         return self._last
 
     def hear_of(self, epoch: int) -> bool:
-        """Continue from another scheduler's epoch, and return whether the epoch is plausible.
+        """Use only higher epoch numbers than another scheduler's `epoch` from now on. Return whether that epoch is
+        plausible.
 
-        An epoch more than a day ahead of this clock is ignored.
+        An epoch that is more than a day ahead of this machine's clock is ignored.
         """
         if epoch >> _EPOCH_SHIFT > int((self._clock() + _MAX_LEAD_S) * 1000):
             return False
@@ -102,7 +106,8 @@ class Epochs:
 
 
 class WorkerLink:
-    """The connection of a scheduler to all ranks of its worker."""
+    """The connection of a scheduler to its worker, with one gRPC stream to each rank. It connects again after each
+    loss."""
 
     def __init__(
         self,
@@ -121,12 +126,13 @@ class WorkerLink:
         """`diallers` connect to the ranks of the worker, in rank order. `on_plan_sent` receives the size of every plan
         in bytes.
 
-        `restart_worker` ends the process of a rank for the given reason, after which another process starts. It is
-        called if the rank hangs or another scheduler has connected to it. It is None if another program runs the
+        `restart_worker` ends the worker process of a rank for the given reason, after which another process starts. It
+        is called if the rank hangs or another scheduler has connected to it. It is None if another program runs the
         worker.
 
         `secret` authenticates the scheduler to the ranks. `limits` are the scheduler's limits that a worker also has,
-        by name; the lower value applies. `clock` returns Unix time in seconds, the base of epochs.
+        by name; the lower value applies. `clock` returns the Unix time in seconds, from which epoch numbers are
+        derived.
         """
         self._diallers = diallers
         self._exchange = exchange
@@ -152,7 +158,8 @@ class WorkerLink:
         self._certificates: dict[int, tuple[CertificateValidity, ...]] = {}  # by rank
 
     async def run(self) -> None:
-        """Run epochs until cancelled. Raises FencedError or EpochsExhausted."""
+        """Connect to the worker again and again, until cancelled. Each connection is an epoch. Raise FencedError if
+        another scheduler has taken over the worker, and EpochsExhausted if there is no higher epoch number."""
         backoff = Backoff()
         while True:
             ended = await self._hold_epoch()
@@ -167,8 +174,8 @@ class WorkerLink:
             await backoff.wait(ended)
 
     async def _hold_epoch(self) -> Ended:
-        """Run the streams of all ranks until one of them ends, then end the others. Return the reason of the first
-        end."""
+        """Run one epoch: open the streams to all ranks of the worker, wait until one stream ends, and close the others.
+        Return the reason why the first stream ended."""
         session = Session(self._exchange, self._epochs.next(), self._on_plan_sent, len(self._diallers))
         holds = [asyncio.create_task(self._hold(rank)) for rank in session.ranks]
         try:
@@ -179,7 +186,8 @@ class WorkerLink:
             await cancel(holds)
 
     async def _hold(self, session: RankSession) -> Ended:
-        """Run the stream of one rank until it ends, and return why it ended. Raises FencedError."""
+        """Connect to one rank of the worker and run its stream until it ends. Return the reason of the end. Raise
+        FencedError if another scheduler has taken over the worker."""
         rank, epoch = session.rank, session.session.epoch
         stub = worker_pb2_grpc.WorkerServiceStub(await self._diallers[rank].channel())
         execute = partial(stub.Execute, metadata=self._secret.metadata() if self._secret else ())
@@ -216,9 +224,9 @@ class WorkerLink:
             call.cancel()
 
     def certificate_validity(self) -> dict[str, Life]:
-        """Return the validity periods of the worker's certificates from its latest heartbeats.
+        """Return the validity periods of the worker's TLS certificates, from its latest heartbeats.
 
-        A key is "worker", the rank, and the flag that names the certificate's file.
+        A key consists of "worker", the rank, and the command line flag that names the certificate's file.
         """
         return {
             f"worker {rank} {life.flag}": Life(life.begin, life.end)
@@ -227,8 +235,8 @@ class WorkerLink:
         }
 
     def _tell_lower_limits(self, capacity: WorkerCapacity) -> None:
-        """Log a warning about the worker's limits that are lower than this scheduler's, unless the last warning was
-        equal."""
+        """Log a warning if the worker has lower limits than this scheduler, for example for the number of sequences. An
+        equal warning is not repeated."""
         lower = {name: getattr(capacity, name) for name in self._limits if getattr(capacity, name) < self._limits[name]}
         if lower and lower != self._told_limits:
             logger.warning(
@@ -243,9 +251,11 @@ class WorkerLink:
         return Ended(reason)
 
     def _admit(self, rank: int, answer: Response) -> WorkerCapacity:
-        """Return the worker's capacity if the worker matches this scheduler's model and ranks.
+        """Check a worker rank's answer to the scheduler's Hello message, and return the worker's capacity if it matches
+        this scheduler.
 
-        Raises SessionEnded, FencedError, WorkerUnusable or WorkerProtocolError.
+        Raise SessionEnded if the rank refused, or serves another model, rank or configuration. Raise WorkerUnusable or
+        FencedError if another scheduler holds the worker, and WorkerProtocolError for an unexpected message.
         """
         if isinstance(answer, Refusal):
             self._take_refusal(answer)
@@ -272,10 +282,11 @@ class WorkerLink:
         return answer
 
     def _take_refusal(self, refusal: Refusal) -> None:
-        """Handle a worker's refusal of a stale epoch: use higher epochs from now on, or give up the worker.
+        """Handle a worker's refusal of this scheduler. If the refused epoch number was too low, use higher numbers from
+        now on or give up the worker. Ignore other refusals.
 
-        Raises FencedError or WorkerUnusable if another scheduler has connected to the worker, and WorkerUnusable if the
-        refused epoch is too far ahead.
+        Raise FencedError or WorkerUnusable if another scheduler has connected to the worker. Raise WorkerUnusable if
+        the worker's epoch number is too far ahead of this machine's clock.
         """
         if refusal.reason is not RefusalReason.STALE_EPOCH:
             return
@@ -291,7 +302,8 @@ class WorkerLink:
 
 
 def _describe(error: grpc.aio.AioRpcError, session: RankSession) -> Ended:
-    """Return why a stream broke. A stopping worker ends it with UNAVAILABLE and its own reason."""
+    """Return the reason why the stream to a rank of the worker broke. A worker that is stopping ends the stream with
+    UNAVAILABLE and a reason of its own."""
     if not session.is_ready and error.code() is grpc.StatusCode.UNAVAILABLE:
         return Ended(str(error.details()), is_calm=True)
     if not session.is_ready and error.code() is grpc.StatusCode.INTERNAL:

@@ -46,23 +46,24 @@ _LEAST = (
 
 
 class SessionEnded(Exception):
-    """The epoch is over; the message is the reason."""
+    """Raised if the connection to the worker, and thereby the epoch, has ended. The message is the reason."""
 
 
 class WorkerUnusable(SessionEnded):
-    """The worker is unusable until its process ends, because it hangs or belongs to another scheduler."""
+    """Raised if the worker is unusable until its process ends, because it hangs or is connected to another
+    scheduler."""
 
 
 class Session:
-    """The step loop's connection to all ranks of the worker. It ends when the session of any rank ends.
+    """The connection to all ranks of the worker during one epoch. It ends when the stream of any rank ends.
 
     A step's result counts when all ranks have returned it, so no rank has more unfinished plans than its pipeline depth
-    allows. Ranks compute in lockstep, so a result does not wait long for the other ranks. The output tokens are rank
-    0's.
+    allows. Ranks compute in lockstep, so a result does not wait long for the other ranks. The output tokens of rank 0
+    are used.
     """
 
     def __init__(self, exchange: PlanExchange, epoch: int, on_plan_sent: Callable[[int], None], num_ranks: int) -> None:
-        """`on_plan_sent` receives the size of every plan in bytes."""
+        """`epoch` is the number of the epoch. `on_plan_sent` receives the size of every plan in bytes."""
         self.epoch = epoch
         self.ranks = [RankSession(self, rank) for rank in range(num_ranks)]
         self._exchange = exchange
@@ -89,7 +90,8 @@ class Session:
         self.ranks[0].close(reason)
 
     def rank_ready(self, rank: int, capacity: WorkerCapacity) -> None:
-        """Record that a rank is ready. Raises SessionEnded if the ranks' capacities do not match."""
+        """Record that a rank of the worker is ready. When all ranks are ready, the step loop begins to use the worker.
+        Raise SessionEnded if the ranks differ in properties that must be equal, such as the block size."""
         self._capacities[rank] = capacity
         if len(self._capacities) == len(self.ranks):
             self._exchange.worker_ready(self._capacity(), self.epoch, self)
@@ -103,9 +105,9 @@ class Session:
             self._exchange.moved(self._last_moved_step)
 
     def rank_grammar_ready(self, rank: int, grammar_id: int, error: str) -> None:
-        """Record a rank's report about a grammar.
+        """Record a rank's report that it has compiled a grammar, or why it cannot.
 
-        A grammar is ready when all ranks have compiled it, and fails with the first rank's error. Raises
+        A grammar is ready when all ranks have compiled it, and fails with the first rank's error. Raise
         WorkerProtocolError if a rank reports the same grammar twice.
         """
         silent = self._silent_ranks.get(grammar_id)
@@ -124,7 +126,8 @@ class Session:
             self._exchange.grammar_ready(grammar_id, "")
 
     def rank_result(self, rank: int, result: StepResult) -> None:
-        """Record a rank's step result. Raises WorkerProtocolError if the results of the ranks differ."""
+        """Record the result of a step from one rank, and pass the result on when all ranks have returned it. Raise
+        WorkerProtocolError if the ranks chose different tokens or returned different steps."""
         self._results[rank].append(result)
         while all(self._results):
             first, *others = (results.popleft() for results in self._results)
@@ -151,7 +154,8 @@ class Session:
         )
 
     def _grammar_version(self) -> str:
-        """Return the ranks' common grammar version, or an empty string if the versions differ.
+        """Return the version of the grammar library that all ranks of the worker have, or an empty string if the
+        versions differ.
 
         With an empty version, only requests with grammars are refused.
         """
@@ -164,7 +168,7 @@ class Session:
 
 
 class RankSession:
-    """The stream of one rank in a session."""
+    """The gRPC stream to one rank of the worker, during one epoch."""
 
     def __init__(self, session: Session, rank: int) -> None:
         self.session = session
@@ -176,7 +180,7 @@ class RankSession:
         self._last_moved_step = 0
 
     def send(self, plan: StepPlan, message: worker_pb2.ExecuteRequest) -> None:
-        """Send a plan. `message` is its encoding."""
+        """Send the plan of a step to this rank. `message` is the encoded plan."""
         has_moves = bool(plan.swap_out_device_blocks or plan.swap_in_host_blocks)
         self._liveness.sent(plan.step, sum(plan.work_num_tokens), time.monotonic(), has_moves=has_moves)
         self._outbox.put_nowait(message)
@@ -191,9 +195,9 @@ class RankSession:
         capacity: WorkerCapacity,
         on_certificates: Callable[[tuple[CertificateValidity, ...]], object],
     ) -> NoReturn:
-        """Run the stream to its end, and raise the reason of the end.
+        """Exchange messages with this rank until its stream ends, and raise an exception with the reason of the end.
 
-        `on_certificates` receives the validity periods of the worker's certificates.
+        `on_certificates` receives the validity periods of the worker's TLS certificates with each heartbeat.
         """
         self._on_certificates = on_certificates
         self._liveness = Liveness(time.monotonic())
@@ -246,7 +250,8 @@ class RankSession:
 
 
 async def read(call: grpc.aio.StreamStreamCall) -> Response:
-    """Return the next message of the worker. Raises SessionEnded, WorkerProtocolError or AioRpcError."""
+    """Return the next message of the worker from its stream. Raise SessionEnded if the worker has ended the stream,
+    AioRpcError if the stream breaks, and WorkerProtocolError if the message is invalid."""
     message = await call.read()
     if message is grpc.aio.EOF:
         raise await _ended(call)
@@ -254,7 +259,8 @@ async def read(call: grpc.aio.StreamStreamCall) -> Response:
 
 
 async def write(call: grpc.aio.StreamStreamCall, message: worker_pb2.ExecuteRequest) -> None:
-    """Send a message to the worker. Raises SessionEnded or AioRpcError."""
+    """Send a message to the worker over its stream. Raise SessionEnded if the stream has ended, and AioRpcError if it
+    breaks."""
     try:
         await call.write(message)
     except asyncio.InvalidStateError:  # the stream has ended, but the reader has not noticed yet
@@ -266,9 +272,11 @@ async def _ended(call: grpc.aio.StreamStreamCall) -> SessionEnded:
 
 
 def _check_equal(first: StepResult, rank: int, other: StepResult) -> None:
-    """Raise WorkerProtocolError if two ranks returned different steps or tokens.
+    """Raise WorkerProtocolError if rank 0 and another rank of the worker returned different steps or chose different
+    tokens.
 
-    Different tokens would be followed by different keys and values, so nothing of the epoch could be trusted.
+    Ranks that chose different tokens would compute different keys and values from then on, so the whole KV cache of the
+    epoch could not be trusted.
     """
     if other.step != first.step:
         raise WorkerProtocolError(f"rank {rank} answered step {other.step} where rank 0 answered step {first.step}")
