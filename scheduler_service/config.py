@@ -128,17 +128,18 @@ class SchedulerConfig:
 
     @property
     def served_model_names(self) -> list[str]:
-        """The configured model names. Clients see the first and may send any of them."""
+        """The configured names of the served model, or an empty list. Responses contain the first name, and requests
+        may use any of the names."""
         given = (self.served_model_name or "").split(",")
         return list(dict.fromkeys(name for each in given if (name := each.strip())))
 
     @property
     def worker_addresses(self) -> list[str]:
-        """The addresses of the worker's ranks, in order of rank."""
+        """The network addresses of the worker's ranks (the processes that share a model), in order of rank."""
         return [address.strip() for address in self.worker.split(",")]
 
     def validate(self) -> None:
-        """Raise ValueError, which names the flag, for an invalid value or combination."""
+        """Raise ValueError for an invalid option or combination of options. The message names the command line flag."""
         _check_model(self.model)
         check_options(self)
         check_options(self.core)
@@ -155,7 +156,8 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """The options of the OpenAI API, in a stand-alone front end or in the front end of `pagewire serve`."""
+    """The options of the OpenAI-compatible HTTP API, in a stand-alone front end or in the front end of `pagewire
+    serve`."""
 
     http_host: str = option("127.0.0.1", "address to serve the OpenAI API on")
     http_port: int | None = option(
@@ -235,7 +237,7 @@ class FrontEndConfig:
     metrics_port: int | None = option(*_METRICS_PORT)
 
     def validate(self) -> None:
-        """Raise ValueError, which names the flag, for an invalid value or combination."""
+        """Raise ValueError for an invalid option or combination of options. The message names the command line flag."""
         _check_model(self.model)
         check_options(self)
         check_options(self.http)

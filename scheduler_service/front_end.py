@@ -38,10 +38,11 @@ async def run(
     stop_now: asyncio.Event | None = None,
     num_log_lines_dropped: Callable[[], int] = lambda: 0,
 ) -> int:
-    """Serve until `stop`, then drain, but at most until `stop_now`. Return the exit code.
+    """Run a front end, which accepts requests and sends them to a scheduler. When `stop` is set, refuse new requests
+    and let running requests end, but at most until `stop_now` is set. Return the exit code of the process.
 
-    `ready` is called once with the front end's URL, when it first accepts requests. `num_log_lines_dropped` supplies a
-    metric.
+    `ready` is called once with the front end's URL, when requests are first accepted. `num_log_lines_dropped` returns
+    the value of a metric.
     """
     try:
         config.validate()
@@ -131,7 +132,8 @@ def _make_http(
     service: RequestService,
     collector: FrontEndCollector,
 ) -> "HttpServer":
-    """Create the HTTP server of the OpenAI API and bind its port. Raise OSError if that fails."""
+    """Create the HTTP server of the OpenAI-compatible API and bind its port. Raise OSError if the port cannot be
+    bound."""
     from scheduler_service.api.http.call_admission import CallAdmission
     from scheduler_service.api.http.routes import Routes
     from scheduler_service.api.http.transport.http_server import HttpServer
@@ -156,7 +158,8 @@ def _failed(error: BaseException | None) -> int:
 
 
 def _api_key(path: str | None) -> WatchedFiles[tuple[tuple[str, str]]] | None:
-    """Return the watched file with the API key as gRPC metadata, or None without a file.
+    """Return the front end's API key for the scheduler, as gRPC metadata from a file that is watched for changes.
+    Return None if no file is configured.
 
     Raise OSError if the file cannot be read, and ValueError if it does not contain a key.
     """

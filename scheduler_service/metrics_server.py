@@ -32,13 +32,13 @@ TIMEOUT = 5.0
 
 
 class MetricsServer:
-    """An HTTP server for scrapes, on its own threads."""
+    """An HTTP server for Prometheus scrapes of /metrics. It runs on its own threads."""
 
     def __init__(self, collector: Collector, host: str, port: int | None) -> None:
-        """Bind the port and start the server.
+        """Bind the port and start the HTTP server on a thread.
 
-        Without `port`, use the default port, or any free port if the default is in use. Raise OSError if `port` is in
-        use.
+        Without `port`, use the default port, or any free port if the default port is in use. Raise OSError if a given
+        `port` cannot be bound, for example because it is in use.
         """
         registry = CollectorRegistry()
         registry.register(collector)
@@ -61,14 +61,15 @@ class MetricsServer:
 
 
 def exposition(collector: Collector) -> bytes:
-    """Return the metrics of a collector in Prometheus' text format."""
+    """Return the metrics of a collector as bytes in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(collector)
     return generate_latest(registry)
 
 
 def serve_metrics(collector: Collector, config: SchedulerConfig | FrontEndConfig) -> MetricsServer | None:
-    """Start a metrics server as configured, or return None if it is turned off. Raise OSError if the port is in use."""
+    """Start the HTTP server of /metrics as configured, and return it. Return None if the configuration turns it off.
+    Raise OSError if the configured port is in use."""
     return None if config.metrics_port == 0 else MetricsServer(collector, config.metrics_host, config.metrics_port)
 
 
@@ -128,4 +129,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, since scrapes arrive every few seconds."""
+        """Log nothing about HTTP requests, since scrapes arrive every few seconds."""

@@ -47,21 +47,24 @@ _SERVER_OPTIONS = (
 
 
 def refused(error: ValueError | OSError) -> int:
-    """Log why a service cannot start and return the exit code, which differs for errors that a retry cannot fix."""
+    """Log why a service cannot start, and return the exit code of the process. A ValueError has another exit code than
+    an OSError, because a retry cannot fix an invalid configuration."""
     logger.critical("%s", error)
     return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_ERROR
 
 
 def warn_of(model: ModelInfo) -> None:
-    """Log a warning for each feature that does not work with the model."""
+    """Log a warning for each feature that does not work with the served model, such as text prompts without a
+    tokenizer."""
     for line in model.warnings():
         logger.warning("%s", line)
 
 
 class RequestService:
-    """The served model, its tokenizer, the tenants, and the gRPC server with its health service.
+    """The parts that a scheduler and a front end have in common: the served model, its tokenizer, the tenants, and the
+    gRPC server with its health service.
 
-    Nothing runs before `run`.
+    The constructor only prepares these parts. Requests are served in `run`.
     """
 
     def __init__(
@@ -69,8 +72,9 @@ class RequestService:
     ) -> None:
         """Load the model's files and create the gRPC server.
 
-        `name` is the service's name in messages. `link_tls` are the TLS files of the link to another service.
-        `num_ports` ports share the process's limit on connections. Raise ValueError or OSError with a one-line message.
+        `name` is the name of the service in messages, such as "front end". `link_tls` contains the TLS files of the
+        connection to the worker or scheduler. The process's limit on connections is divided among `num_ports` ports.
+        Raise ValueError or OSError, with a message of one line, if a file is invalid or cannot be read.
         """
         self._config = config
         self._name = name
@@ -97,9 +101,11 @@ class RequestService:
         make_vllm: Callable[[ModuleType], "VllmServicer"],
         operator_socket: str | None = None,
     ) -> None:
-        """Register the servicers and bind the ports and the operators' Unix socket. Raise OSError if that fails.
+        """Register the gRPC services, and bind the port and the Unix socket for operators. Raise OSError if a port or
+        the socket cannot be bound.
 
-        `make_vllm` creates the servicer of VllmEngine from its module. It is called only if the module can be imported.
+        `make_vllm` creates the implementation of the VllmEngine service from its module. It is called only if the
+        module can be imported.
         """
         config = self._config
         self._servicer = servicer
@@ -120,7 +126,7 @@ class RequestService:
         self._health.listen(config.health_host, config.health_port)
 
     def certificate_validity(self) -> dict[str, Life]:
-        """Return the validity periods of the certificates in use, by the flag that names the file."""
+        """Return the validity periods of the TLS certificates in use, by the command line flag that names the file."""
         return {flag: life for files in self._tls_files for flag, life in files.credentials.lives.items()}
 
     async def run(
@@ -132,10 +138,12 @@ class RequestService:
         stop_now: asyncio.Event,
         ready: Callable[[str], None],
     ) -> int:
-        """Serve until `stop`, then drain, but at most until `stop_now`. Return the exit code.
+        """Serve requests until `stop` is set. Then refuse new requests and let running requests end, but at most until
+        `stop_now` is set. Return the exit code of the process.
 
-        `parts` run beside the engine and must not end by themselves. If one does, `failed` receives its error and
-        returns the exit code. `ready` is called once with the URL, when requests are first accepted.
+        `parts` are coroutines that run beside the engine and must not end by themselves. If one of them or the engine
+        ends, `failed` receives its error and returns the exit code. `ready` is called once with the server's URL, when
+        requests are first accepted.
         """
         self.tokenizer_json = None  # frees much memory
         availability: Availability = engine.availability
@@ -168,7 +176,8 @@ class RequestService:
 
 
 def _import_vllm() -> ModuleType | None:
-    """Return the module that serves VllmEngine, or None if its stubs are missing. Nothing else depends on the stubs."""
+    """Return the module that implements the VllmEngine service, or None if the package with its gRPC stubs is missing.
+    No other part of the server depends on these stubs."""
     try:
         from scheduler_service.api.vllm import servicer
     except (ImportError, RuntimeError) as error:  # the stubs raise RuntimeError with an older grpcio

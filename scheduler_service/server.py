@@ -59,11 +59,12 @@ async def run(
     restart_worker: Callable[[int, str], None] | None = None,
     num_log_lines_dropped: Callable[[], int] = lambda: 0,
 ) -> int:
-    """Serve until `stop`, then drain, but at most until `stop_now`. Return the exit code.
+    """Run the scheduler service. When `stop` is set, refuse new requests and let running requests end, but at most
+    until `stop_now` is set. Return the exit code of the process.
 
-    `ready` is called once with the server's URL, when it first accepts requests. `restart_worker` ends the process of a
-    rank that hangs or that another scheduler has taken over; the supervisor then starts a new one. It is None if the
-    worker runs elsewhere. `num_log_lines_dropped` supplies a metric.
+    `ready` is called once with the server's URL, when requests are first accepted. `restart_worker` ends the worker
+    process of a rank that hangs or that another scheduler has taken over; the supervisor then starts a new one. It is
+    None if the worker runs elsewhere. `num_log_lines_dropped` returns the value of a metric.
     """
     try:
         config.validate()
@@ -74,7 +75,8 @@ async def run(
 
 
 class _Scheduler:
-    """The scheduler service: the step loop as its engine, and the link to the worker. Nothing runs before `run`."""
+    """The scheduler service with all its parts, such as the step loop and the link to the worker. The constructor only
+    creates the parts, and `run` runs them."""
 
     def __init__(
         self,
@@ -82,7 +84,8 @@ class _Scheduler:
         restart_worker: Callable[[int, str], None] | None,
         num_log_lines_dropped: Callable[[], int],
     ) -> None:
-        """Create all parts of the service. Raise ValueError or OSError with a one-line message."""
+        """Create all parts of the service and bind its ports. Raise ValueError or OSError, with a message of one line,
+        if an option or a file is invalid or a port cannot be bound."""
         link_tls = link_files("worker", config.worker_tls_ca, config.worker_tls_cert, config.worker_tls_key)
         self._service = service = RequestService(config, "server", link_tls)
         self._config = config
@@ -166,7 +169,7 @@ class _Scheduler:
         )
 
     def _retention_limit(self, tenant: str) -> int:
-        """Return the longest retention hint, in seconds, that a tenant's requests may give for their cached blocks."""
+        """Return the longest time, in seconds, for which a tenant's request may ask to keep its cached blocks."""
         tenants = self._service.tenants
         own = None if tenants is None else tenants.quota(tenant).max_retention_seconds
         return self._config.max_retention_seconds if own is None else own
@@ -175,7 +178,8 @@ class _Scheduler:
         return explain.stats(self._step_loop.state)
 
     def _count_retained_objects(self) -> int:
-        """Return the approximate number of Python objects of the prefix cache and of waiting requests."""
+        """Return the approximate number of Python objects in the prefix cache and in waiting requests. The garbage
+        collector's schedule subtracts this number."""
         state = self._step_loop.state
         num_blocks = state.worker.cache.index.num_cached_blocks + state.worker.cache.index.num_cached_host_blocks
         return _OBJECTS_PER_BLOCK * num_blocks + _PIECES_A_REQUEST * state.waiting.num_sequences
@@ -240,7 +244,7 @@ class _Scheduler:
 
 
 def _failed(error: BaseException | None) -> int:
-    """Log why a part of the service ended unexpectedly, and return the exit code."""
+    """Log why a part of the scheduler service ended unexpectedly, and return the exit code of the process."""
     if isinstance(error, FencedError):
         logger.error("%s; this scheduler ends", error)
         return EXIT_FENCED
@@ -252,7 +256,8 @@ def _failed(error: BaseException | None) -> int:
 
 
 def _core_options(config: SchedulerConfig, model: ModelInfo) -> SchedulerOptions:
-    """Return the core's options, completed with values from the model. Raise ValueError if they exceed its limits."""
+    """Return the options of the scheduler core, completed with values from the model. Raise ValueError if the
+    configured maximum length is larger than the model's."""
     max_model_len = config.core.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
         raise ValueError(

@@ -35,15 +35,17 @@ class _OpenRequest:
     num_output_tokens: int = 0
 
     def nanoseconds(self, moment: float) -> int:
-        """Convert a reading of `time.monotonic` to nanoseconds of Unix time."""
+        """Convert a reading of `time.monotonic` in seconds to Unix time in nanoseconds, which OpenTelemetry uses."""
         return self.epoch_ns + int(moment * 1e9)
 
 
 class Tracing(Observer):
-    """An observer that creates the spans of requests. All times are readings of `time.monotonic`."""
+    """An observer of the step loop that creates the OpenTelemetry spans of requests. All times are readings of
+    `time.monotonic` in seconds."""
 
     def __init__(self, endpoint: str, *, model_name: str, version: str) -> None:
-        """`endpoint` is the address of a collector, http://HOST:PORT for OTLP over gRPC."""
+        """`endpoint` is the address of an OpenTelemetry collector, http://HOST:PORT for OTLP over gRPC. `model_name` is
+        an attribute of the spans."""
         self._provider = tracer_provider(endpoint, "pagewire-scheduler", version)
         self._tracer = self._provider.get_tracer("pagewire", version)
         self._propagator = TraceContextTextMapPropagator()
@@ -52,7 +54,8 @@ class Tracing(Observer):
 
     @contextmanager
     def submission(self, request: Request, trace_headers: Mapping[str, str]) -> Iterator[Request]:
-        """Provide the request with the context of its new span. A request that is refused has no span."""
+        """Start the span of a request, and yield the request with the context of this span. A request that is refused
+        gets no span."""
         span = self._tracer.start_span(
             f"{_operation(request)} {self._model_name}",
             context=self._propagator.extract(trace_headers),
@@ -84,7 +87,7 @@ class Tracing(Observer):
             opened.span.end(opened.nanoseconds(now))
 
     def close(self) -> None:
-        """Send the pending spans, as far as the collector accepts them."""
+        """Send the pending spans to the collector, as far as the collector accepts them."""
         self._provider.shutdown()
 
     def _attributes_of(self, request: Request) -> dict[str, AttributeValue]:
