@@ -31,14 +31,16 @@ DETAILS_KEY = "grpc-status-details-bin"  # the key in the trailing metadata, as 
 
 
 class Authenticator:
-    """Identifies the caller of each gRPC call, and ends the running calls of removed tenants."""
+    """The authentication of gRPC calls. It identifies the caller of each RPC, and ends the running RPCs of tenants that
+    were removed."""
 
     def __init__(self, tenants: TenantFile | None) -> None:
         self._tenants = tenants
         self._calls: dict[asyncio.Task[object], tuple[Caller, grpc.aio.ServicerContext]] = {}
 
     async def enter(self, method: str, context: grpc.aio.ServicerContext) -> None:
-        """Authenticate the caller before the call is handled. Raises RefusedError for an unknown caller.
+        """Authenticate the caller of an RPC before the RPC is handled. Raise RefusedError if the caller's credentials
+        belong to no tenant.
 
         Health checks and reflection are open to every caller.
         """
@@ -52,7 +54,8 @@ class Authenticator:
             task.add_done_callback(self._calls.pop)
 
     def call(self, context: grpc.aio.ServicerContext) -> Call:
-        """Return the caller, session id, trace headers and remaining time of a call."""
+        """Return the properties of an RPC that are not in its message: the caller, session id, trace headers and
+        remaining time."""
         # If a header is repeated, its first value counts.
         metadata = reversed(tuple(context.invocation_metadata() or ()))
         headers = {name: value for name, value in metadata if isinstance(value, str)}
@@ -64,7 +67,8 @@ class Authenticator:
         )
 
     def end_unknown_callers(self, removed: frozenset[str]) -> None:
-        """End the running calls of callers that are no longer known with UNAUTHENTICATED."""
+        """End the running RPCs of callers that no longer belong to a tenant, with the status UNAUTHENTICATED. This is
+        called when tenants were removed."""
         for task, (caller, context) in list(self._calls.items()):
             try:
                 caller.check()
@@ -73,7 +77,8 @@ class Authenticator:
                 task.cancel()
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
-        """Return the caller of a call, identified by its key, its certificate or a local socket.
+        """Return the caller of an RPC with the credentials that were sent: an API key, a client certificate, or the use
+        of the Unix socket for operators.
 
         Only the DNS names of a certificate count. A certificate authority may let its subjects choose their own e-mail
         address, so an e-mail address does not prove a host name.
@@ -88,9 +93,10 @@ class Authenticator:
 
 
 def forwarded_metadata(call: Call, tenants_revision: str) -> Iterable[tuple[str, str]]:
-    """Return the metadata that a front end sends with a call that it forwards to the scheduler.
+    """Return the gRPC metadata that a front end adds to an RPC that it forwards to the scheduler.
 
-    The metadata contain the session id, the trace headers and the revision of the tenants file, but no credentials.
+    The metadata contain the session id, the trace headers and the digest of the front end's file of tenants, but no
+    credentials.
     """
     headers = {_REVISION_HEADER: tenants_revision, _SESSION_HEADER: call.session_id, **call.trace}
     # gRPC metadata allow only printable ASCII; HTTP headers may contain other characters.
@@ -99,10 +105,10 @@ def forwarded_metadata(call: Call, tenants_revision: str) -> Iterable[tuple[str,
 
 
 def set_status(context: grpc.aio.ServicerContext, refusal: RefusedError) -> None:
-    """Set the status that the call has when it ends.
+    """Set the gRPC status that an RPC has when it ends, from the refusal of its request.
 
-    gRPC's own `abort` stores its exception in the call. The call, its frames and its request then form a reference
-    cycle that is freed only by a garbage collection.
+    gRPC's own `abort` stores its exception in the call object. The call, its frames and its request then form a
+    reference cycle that is freed only by a garbage collection.
     """
     context.set_trailing_metadata(_details(refusal))
     context.set_details(str(refusal))
@@ -110,7 +116,7 @@ def set_status(context: grpc.aio.ServicerContext, refusal: RefusedError) -> None
 
 
 def refusal_of(error: grpc.aio.AioRpcError) -> RefusedError:
-    """Return the status with which another server ended a call, as a RefusedError."""
+    """Convert the gRPC status with which another server ended an RPC to a RefusedError."""
     field = ""
     packed = dict(error.trailing_metadata() or ()).get(DETAILS_KEY)
     if packed is not None and status_pb2 is not None:
@@ -123,10 +129,10 @@ def refusal_of(error: grpc.aio.AioRpcError) -> RefusedError:
 
 @contextmanager
 def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
-    """Run a call inside the block and translate its error into the call's status.
+    """Run an RPC inside the block, and convert an exception to the gRPC status of the RPC.
 
-    RefusedError and Unreadable end the call with their status. A cancellation is suppressed if the status has already
-    been set.
+    RefusedError and Unreadable (a message that cannot be parsed) end the RPC with their status. A cancellation is
+    suppressed if the status has already been set.
     """
     try:
         yield
@@ -140,7 +146,8 @@ def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
 
 
 def _details(refusal: RefusedError) -> tuple[tuple[str, bytes], ...]:
-    """Return the trailing metadata that name the invalid field and the delay before a retry."""
+    """Return the trailing gRPC metadata of a refusal. They name the invalid field and the delay before a retry. The
+    result is empty if the package for these details is not installed."""
     if status_pb2 is None:
         return ()
     status = status_pb2.Status(code=refusal.reason.grpc_code, message=str(refusal))

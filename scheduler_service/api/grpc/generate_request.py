@@ -21,7 +21,8 @@ _EARLY_STOPPING = {
 def read_request(
     message: scheduler_pb2.GenerateRequest | scheduler_pb2.EmbedRequest, call: Call, model: ModelInfo
 ) -> ParsedRequest:
-    """Return the parsed request of a Generate, Submit or Embed call. Raises RefusedError."""
+    """Return the parsed request of a Generate, Submit or Embed RPC. Raise RefusedError if a field is invalid or the
+    prompt is missing."""
     fields = {field.name: value for field, value in message.ListFields()}
     is_embedding = fields.pop("embed", isinstance(message, scheduler_pb2.EmbedRequest))
     text, token_ids, sampling = (fields.pop(name, None) for name in ("text", "token_ids", "sampling"))
@@ -35,7 +36,8 @@ def read_request(
 
 
 def _options(sampling: scheduler_pb2.SamplingParams) -> dict[str, Any]:
-    """Return the sampling options that are set, by field name."""
+    """Return the sampling options that are set in the message, by field name. Raise RefusedError if the value of
+    `early_stopping` is unknown."""
     options = {field.name: value for field, value in sampling.ListFields()}
     if "choice" in options:
         options["choice"] = list(sampling.choice.texts)
@@ -53,5 +55,5 @@ def _options(sampling: scheduler_pb2.SamplingParams) -> dict[str, Any]:
 
 
 def value_or(message: Message, field: str, default: Any) -> Any:
-    """Return the value of a message's field, or `default` if the field is unset."""
+    """Return the value of a protobuf message's field, or `default` if the field is unset."""
     return getattr(message, field) if message.HasField(field) else default

@@ -28,7 +28,8 @@ _END_REASONS = {finish_reason: end_reason for end_reason, finish_reason in FINIS
 
 
 def encode_delta(request_id: str, delta: Delta) -> scheduler_pb2.GenerateResponse:
-    """Return a delta as a GenerateResponse. The last delta of a sample also has its end reason, usage and embedding."""
+    """Encode a piece of a sample's output as the message GenerateResponse. The last piece also has the reason of the
+    end, the token counts and the embedding."""
     response = scheduler_pb2.GenerateResponse(
         request_id=request_id,
         index=delta.sample_index,
@@ -52,13 +53,15 @@ def encode_delta(request_id: str, delta: Delta) -> scheduler_pb2.GenerateRespons
 
 
 def decode_delta(response: scheduler_pb2.GenerateResponse) -> Delta:
-    """Return the delta of a GenerateResponse, without its log-probabilities and stop reason."""
+    """Decode the message GenerateResponse to a piece of a sample's output, without its log-probabilities and the stop
+    text or token."""
     end = decode_end(0, response) if response.HasField("usage") else None
     return Delta(response.index, response.first_token, list(response.token_ids), response.text, end=end)
 
 
 def decode_end(sequence_id: int, delta: scheduler_pb2.GenerateResponse) -> SequenceEnd:
-    """Return the end of a sequence from the last GenerateResponse of its sample."""
+    """Return the end of a sequence from the last GenerateResponse of its sample. The message contains no times, so the
+    times are 0 or None."""
     return SequenceEnd(
         sequence_id=sequence_id,
         reason=_END_REASONS[delta.finish_reason],
@@ -77,9 +80,10 @@ def decode_end(sequence_id: int, delta: scheduler_pb2.GenerateResponse) -> Seque
 async def write_deltas(
     active: ActiveRequest, context: grpc.aio.ServicerContext, first_tokens: Sequence[int] | None = None
 ) -> None:
-    """Write all samples' deltas to the stream, from the tokens `first_tokens` on (see `ActiveRequest.deltas`).
+    """Write the output of all samples of a request to the gRPC stream until the request ends. `first_tokens` contains
+    the first output token to write for each sample (see `ActiveRequest.deltas`).
 
-    Raises RefusedError if the request fails.
+    Raise RefusedError if the request fails.
     """
     request_id = active.request.request_id
     async with contextlib.aclosing(active.deltas(first_tokens)) as deltas:
@@ -88,7 +92,8 @@ async def write_deltas(
 
 
 async def send_headers_if_silent(active: ActiveRequest, context: grpc.aio.ServicerContext) -> None:
-    """Wait for the first output of a request; send the response headers alone if none arrives within SILENCE_S.
+    """Wait for the first output of a request. If no output arrives within SILENCE_S seconds, send the response headers
+    of the RPC without a message, and return.
 
     The headers keep proxies from closing the connection, and routers start their own response when they receive them. A
     request that another server should retry (`--worker-grace`) fails earlier, because a response that has started
@@ -107,7 +112,8 @@ async def send_headers_if_silent(active: ActiveRequest, context: grpc.aio.Servic
 
 
 async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:
-    """Write the messages of a generator to the stream, and close the generator when the call ends."""
+    """Write the messages of a generator to the gRPC stream. Close the generator when the RPC ends, even if the client
+    cancels."""
     async with contextlib.aclosing(messages) as closing:
         async for message in closing:
             await context.write(message)
@@ -116,7 +122,8 @@ async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.Servi
 async def whole_response(
     request_id: str, output: SampleRecord, max_delta_tokens: int = _WHOLE_DELTA_TOKENS
 ) -> scheduler_pb2.GenerateResponse:
-    """Return the whole output so far of a sample whose output is kept, as one message.
+    """Return the output so far of one sample as a single message. The sample's output must be kept after reading, as
+    for a detached request.
 
     The message is built from deltas of at most `max_delta_tokens` tokens. Other tasks can run between two deltas.
     """
@@ -142,14 +149,14 @@ def _encode_logprobs(entry: TokenLogprobs) -> scheduler_pb2.TokenLogprobs:
 
 
 def decode_logprobs(entry: scheduler_pb2.TokenLogprobs) -> TokenLogprobs:
-    """Return the log-probabilities of one token from its message; the inverse of `_encode_logprobs`."""
+    """Return the log-probabilities of one token from their message. This is the inverse of `_encode_logprobs`."""
     columns = zip(entry.top_token_ids[:], entry.top_logprobs[:], strict=False)
     top = ((each.token_id, each.logprob) for each in entry.top)
     return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, (*top, *columns))
 
 
 def usage_of(end: SequenceEnd) -> scheduler_pb2.Usage:
-    """Return the token counts of a sequence that has ended, as a Usage message."""
+    """Return the numbers of prompt, cached and output tokens of a sequence that has ended, as a Usage message."""
     return scheduler_pb2.Usage(
         prompt_tokens=end.num_prompt_tokens,
         cached_tokens=end.num_cached_tokens,
@@ -158,10 +165,10 @@ def usage_of(end: SequenceEnd) -> scheduler_pb2.Usage:
 
 
 def decode_embedding(data: bytes) -> tuple[float, ...]:
-    """Return the embedding vector from a worker's bytes (little-endian float32)."""
+    """Decode an embedding vector from the worker's bytes, which are little-endian float32 numbers."""
     return struct.unpack(f"<{len(data) // 4}f", data)
 
 
 def encode_embedding(numbers: Sequence[float]) -> bytes:
-    """Return an embedding vector as little-endian float32; the inverse of `decode_embedding`."""
+    """Encode an embedding vector as little-endian float32 bytes. This is the inverse of `decode_embedding`."""
     return struct.pack(f"<{len(numbers)}f", *numbers)

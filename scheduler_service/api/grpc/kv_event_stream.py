@@ -16,10 +16,11 @@ _TIERS = {Tier.DEVICE: scheduler_pb2.KV_TIER_DEVICE, Tier.HOST: scheduler_pb2.KV
 async def kv_event_messages(
     request: scheduler_pb2.SubscribeKvEventsRequest, kv_events: KvEvents, instance_id: str
 ) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
-    """Yield the events of the prefix cache until the server shuts down.
+    """Yield the events of the prefix cache (blocks stored and removed) as messages for a subscriber, until the server
+    shuts down.
 
-    Raises RefusedError in three cases: the server shuts down, the log no longer contains the next batch, or the
-    request's start is a sequence number of another scheduler.
+    Raise RefusedError in three cases: the server shuts down, the log no longer contains the next batch of events, or
+    the request begins at a sequence number of another scheduler.
     """
     if request.instance_id and request.instance_id != instance_id:
         raise RefusedError(
@@ -40,9 +41,9 @@ async def kv_event_messages(
 
 
 async def _after(sequence_number: int, kv_events: KvEvents) -> KvEventBatch:
-    """Wait for the batch after `sequence_number` and return it.
+    """Wait for the batch of cache events after `sequence_number` and return it.
 
-    Raises RefusedError if the log no longer contains the batch, or if the server has shut down.
+    Raise RefusedError if the log no longer contains the batch, or if the server has shut down.
     """
     try:
         batch = await kv_events.after(sequence_number)
@@ -60,7 +61,7 @@ async def _after(sequence_number: int, kv_events: KvEvents) -> KvEventBatch:
 
 
 def _messages(batch: KvEventBatch) -> Iterator[scheduler_pb2.SubscribeKvEventsResponse]:
-    """Yield the messages of a batch. An empty batch has one message."""
+    """Yield a batch of cache events as one or more messages of limited size. An empty batch has one message."""
     message = scheduler_pb2.SubscribeKvEventsResponse(sequence_number=batch.sequence_number)
     num_values = 0
     for event in batch.events:
@@ -74,7 +75,7 @@ def _messages(batch: KvEventBatch) -> Iterator[scheduler_pb2.SubscribeKvEventsRe
 
 
 def _encode(event: KvEvent, message: scheduler_pb2.KvEvent) -> int:
-    """Fill in the message of an event, and return its approximate number of values."""
+    """Fill in the message of one cache event. Return the approximate number of values in the message."""
     if isinstance(event, BlockStored):
         stored = message.stored
         stored.block_hash, stored.parent_hash = event.block_hash, event.parent_hash

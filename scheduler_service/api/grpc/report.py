@@ -26,7 +26,8 @@ def encode_server(
     options: SchedulerOptions,
     has_tenants: bool,
 ) -> scheduler_pb2.GetServerInfoResponse:
-    """Return the part of GetServerInfo's answer that does not change while the server runs."""
+    """Return the part of GetServerInfo's answer that does not change while the scheduler runs, such as the model's
+    properties."""
     return scheduler_pb2.GetServerInfoResponse(
         version=version,
         served_model_name=served_model_names[0],
@@ -47,25 +48,26 @@ def encode_server(
 
 
 def encode_worker(capacity: WorkerCapacity, epoch: int) -> scheduler_pb2.WorkerInfo:
-    """Return the description of the connected worker for GetServerInfo."""
+    """Return the description of the connected worker for GetServerInfo's answer. `epoch` is the number of the worker's
+    connection."""
     return scheduler_pb2.WorkerInfo(**_common(capacity, scheduler_pb2.WorkerInfo), epoch=epoch)
 
 
 def encode_loads(stats: SchedulerStats) -> scheduler_pb2.GetLoadsResponse:
-    """Return the statistics of the scheduler core as GetLoads' answer."""
+    """Encode the statistics of the scheduler core as GetLoads' answer."""
     return scheduler_pb2.GetLoadsResponse(**_common(stats, scheduler_pb2.GetLoadsResponse))
 
 
 def decode_stats(loads: scheduler_pb2.GetLoadsResponse) -> SchedulerStats:
-    """Return the statistics from GetLoads' answer; the inverse of `encode_loads`."""
+    """Decode the statistics of the scheduler core from GetLoads' answer. This is the inverse of `encode_loads`."""
     values = {field.name: getattr(loads, field.name) for field in fields(SchedulerStats)}
     columns: dict[str, Any] = {name: tuple(value) for name, value in values.items() if not isinstance(value, int)}
     return SchedulerStats(**values | columns)
 
 
 def encode_report(report: RequestReport, now: float) -> scheduler_pb2.GetRequestResponse:
-    """Return the state of one request as GetRequest's answer. `now` is in seconds of the clock of the report's
-    times."""
+    """Return the state of one request as GetRequest's answer. `now` is the current time in seconds, of the same clock
+    as the times in the report."""
     same = _common(report, scheduler_pb2.GetRequestResponse)
     same["state"] = scheduler_pb2.RequestState.Value(f"REQUEST_STATE_{report.state.upper()}")
     same["holders"] = [{"request_id": holder.request_id, "num_blocks": holder.num_blocks} for holder in report.holders]
@@ -73,6 +75,7 @@ def encode_report(report: RequestReport, now: float) -> scheduler_pb2.GetRequest
 
 
 def _common(record: Any, message: type[Message]) -> dict[str, Any]:
-    """Return the record's fields that also exist in the type of message, by name."""
+    """Return the fields of a dataclass that also exist in this type of protobuf message, as a mapping from name to
+    value."""
     names = message.DESCRIPTOR.fields_by_name
     return {field.name: getattr(record, field.name) for field in fields(record) if field.name in names}

@@ -47,7 +47,7 @@ Forward = Callable[[str, Message, Call], AsyncGenerator[Any, None]]
 
 
 class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """The calls of SchedulerService that a scheduler and a front end handle in the same way."""
+    """The RPCs of the gRPC service SchedulerService that a scheduler and a front end handle in the same way."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[Call], scheduler_pb2.GetLoadsResponse] | None = None,
     ) -> None:
-        """`intake` is shared by all services of the server, so its limits apply to their total.
+        """`intake` admits the requests of all APIs of the server, so its limits apply to their total.
 
-        `server_info` returns the current answer of GetServerInfo. `loads` returns the load; without `loads`,
-        GenerateMany refuses `get_loads`.
+        `server_info` returns the current answer of GetServerInfo. `loads` returns the server's load; without `loads`,
+        GenerateMany refuses the command `get_loads`.
         """
         self.intake = intake
         self._authenticator = authenticator
@@ -69,19 +69,20 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @property
     def num_unread_failures(self) -> int:
-        """The number of failed submissions that clients of GenerateMany have not read yet. Thread-safe."""
+        """The number of failed requests whose error was not yet sent, because the clients of GenerateMany do not read
+        their messages. It can be read from any thread."""
         return sum(call.num_unread_failures for call in tuple(self._shared_calls))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
 
     def announce(self) -> None:
-        """Send the changed state of the server in every GenerateMany call."""
+        """Send the changed state of the server to the clients of all GenerateMany RPCs."""
         for call in self._shared_calls:
             call.announce()
 
     def close(self) -> None:
-        """End every GenerateMany call as soon as its last request has ended."""
+        """Refuse new requests in all GenerateMany RPCs, and end each RPC as soon as its last request has ended."""
         self._is_closed = True
         for call in self._shared_calls:
             call.close()
@@ -125,7 +126,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Tokenize(
         self, request: scheduler_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.TokenizeResponse:
-        """Return the token ids of each text."""
+        """Return the token ids of each text in the request."""
         texts = self.intake.texts
         if texts is None:
             raise _no_tokenizer("texts")
@@ -145,7 +146,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Detokenize(
         self, request: scheduler_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.DetokenizeResponse:
-        """Return the text of each list of token ids."""
+        """Return the text of each list of token ids in the request."""
         texts = self.intake.texts
         if texts is None:
             raise _no_tokenizer("prompts")
@@ -162,12 +163,14 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return response
 
     def _tenant(self, request: Any, context: grpc.aio.ServicerContext) -> str:
-        """Return the tenant of a request that has a `tenant` field. Raises RefusedError."""
+        """Return the tenant of a message that has a `tenant` field. Raise RefusedError if the caller may not act for
+        this tenant."""
         return self._authenticator.call(context).caller.tenant(request.tenant)
 
 
 class FrontEndServicer(RequestServicer):
-    """SchedulerService of a front end: requests are handled here, other calls are forwarded or refused."""
+    """The gRPC service SchedulerService of a front end. Requests run over the front end's link to its scheduler. Some
+    other RPCs are forwarded to the scheduler, and the rest are refused."""
 
     def __init__(
         self,
@@ -182,8 +185,8 @@ class FrontEndServicer(RequestServicer):
         text_limits: TextLimits,
         chats: ChatRules,
     ) -> None:
-        """`server_info` returns the scheduler's latest report. `forward` forwards a call to the scheduler. `address` is
-        the scheduler's address, for error messages."""
+        """`server_info` returns the scheduler's latest report about itself. `forward` forwards an RPC to the scheduler.
+        `address` is the scheduler's network address, for error messages."""
         intake = Intake(
             engine,
             model,
@@ -205,7 +208,8 @@ class FrontEndServicer(RequestServicer):
     async def GetServerInfo(
         self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetServerInfoResponse:
-        """Return the latest report of the scheduler. Raises RefusedError before the first report."""
+        """Return the scheduler's latest report about itself. Raise RefusedError if the scheduler has not reported
+        yet."""
         info = self._server_info()
         if not info.version:
             raise RefusedError(Reason.UNAVAILABLE, info.unavailable_reason)
@@ -221,7 +225,8 @@ class FrontEndServicer(RequestServicer):
         return await answer_of(self._forward_call(method, request, context))
 
     def _forward_call(self, method: str, request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
-        """Yield the scheduler's answer to a call about a request of the caller's tenant."""
+        """Forward an RPC about a request of the caller's tenant to the scheduler, and yield the messages of the
+        scheduler's answer."""
         call = self._authenticator.call(context)
         named = submitted(request) if isinstance(request, scheduler_pb2.SubmitRequest) else request
         named.tenant = call.caller.tenant(named.tenant)
@@ -235,7 +240,7 @@ class FrontEndServicer(RequestServicer):
 
 
 async def answer_of(messages: AsyncGenerator[Any, None]) -> Any:
-    """Return the only message of a forwarded unary call. Raises RefusedError."""
+    """Return the only message of a forwarded unary RPC. Raise RefusedError if the RPC fails."""
     [answer] = [message async for message in messages]
     return answer
 

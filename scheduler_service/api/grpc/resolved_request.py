@@ -43,10 +43,10 @@ _decode = decoder(Request, scheduler_pb2.ResolvedRequest, apart=_SCHEDULERS_OWN)
 
 
 def encode_resolved(request: Request, max_sequence_tokens: int) -> scheduler_pb2.ResolvedRequest:
-    """Return a request as a ResolvedRequest.
+    """Encode a request as the message ResolvedRequest, in which a front end sends it to its scheduler.
 
-    If `max_tokens` is the most that fits into the context, the message leaves it unset, and the scheduler determines
-    the limit.
+    If `max_tokens` is the largest number that fits into the context, the message leaves it unset. The scheduler then
+    determines the limit.
     """
     message = _encode(request)
     if len(request.prompt_token_ids) + request.max_tokens == max_sequence_tokens:
@@ -57,14 +57,16 @@ def encode_resolved(request: Request, max_sequence_tokens: int) -> scheduler_pb2
 def submitted(
     message: scheduler_pb2.Submission | scheduler_pb2.SubmitRequest,
 ) -> scheduler_pb2.ResolvedRequest | scheduler_pb2.GenerateRequest:
-    """Return the request in a message. If the message has both forms, the resolved form counts."""
+    """Return the request that a message contains. If the message contains both a ResolvedRequest and a GenerateRequest,
+    the ResolvedRequest counts."""
     return message.resolved if message.HasField("resolved") else message.request
 
 
 def read_submitted(
     message: scheduler_pb2.Submission | scheduler_pb2.SubmitRequest, call: Call, model: ModelInfo
 ) -> ParsedRequest:
-    """Return the parsed request of a Submission or SubmitRequest, in either form. Raises RefusedError."""
+    """Return the parsed request of a Submission or SubmitRequest message. The message contains a GenerateRequest from a
+    client or a ResolvedRequest from a front end. Raise RefusedError if the request is invalid."""
     if not message.HasField("resolved"):
         return read_request(message.request, call, model)
     if isinstance(message, scheduler_pb2.Submission):
@@ -79,9 +81,11 @@ def read_submitted(
 def decode_resolved(
     message: scheduler_pb2.ResolvedRequest, call: Call, model: ModelInfo, stop: tuple[str, ...] = ()
 ) -> ParsedRequest:
-    """Return the checked request of a ResolvedRequest. The prompt's tokens are checked later.
+    """Check a ResolvedRequest from a front end, and return it as a parsed request. The tokens of the prompt are checked
+    later.
 
-    `stop` contains the texts that end the output. Raises RefusedError.
+    `stop` contains the texts that end the output. Raise RefusedError if a value is invalid, or if the front end derived
+    other values from the options than this scheduler does.
     """
     rest = scheduler_pb2.ResolvedRequest()
     rest.CopyFrom(message)
@@ -112,9 +116,9 @@ def decode_resolved(
 
 
 def _options(request: Request, model: ModelInfo) -> dict[str, Any]:
-    """Return the options of a request by name, without the options that the checkpoint adds.
+    """Return the sampling options of a request by name, without the options that the checkpoint adds.
 
-    Raises ValueError if the number of logit biases differs from the number of their tokens.
+    Raise ValueError if the number of logit biases differs from the number of their tokens.
     """
     sampling = request.sampling
     if sampling.pooling is not Pooling.NONE:
@@ -136,8 +140,8 @@ def _options(request: Request, model: ModelInfo) -> dict[str, Any]:
 
 
 def _agrees(request: Request, model: ModelInfo) -> bool:
-    """Return whether the derived values of a request equal the values that this scheduler derives from the same
-    options."""
+    """Return whether the front end derived the same values from the request's options as this scheduler does. Such
+    values are, for example, the sorted stop tokens and the number of beam candidates."""
     sampling, grammar, listed = request.sampling, request.grammar, request.sampling.logprob_token_ids
     if sampling.pooling is not Pooling.NONE:
         pooled = SamplingParams(pooling=model.embedding.pooling)

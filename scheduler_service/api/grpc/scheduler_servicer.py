@@ -29,7 +29,8 @@ from scheduler_service.serving.tenants.quota import Quotas
 
 
 class SchedulerServicer(RequestServicer):
-    """SchedulerService with the calls that only a scheduler implements."""
+    """The gRPC service SchedulerService of a scheduler, with the RPCs that only a scheduler implements: detached
+    requests, events of the KV cache, and reports."""
 
     def __init__(
         self,
@@ -48,8 +49,8 @@ class SchedulerServicer(RequestServicer):
         quotas: Quotas | None = None,
     ) -> None:
         """`info` is the part of GetServerInfo's answer that does not change. `generation_throughput` returns output
-        tokens per second. `retention_limit` returns a tenant's limit in seconds. Without `quotas`, tenants have no
-        quotas."""
+        tokens per second. `retention_limit` returns the longest time, in seconds, for which a tenant's request may ask
+        to keep its cached blocks. Without `quotas`, tenants have no quotas."""
         intake = Intake(
             step_loop,
             model,
@@ -144,7 +145,7 @@ class SchedulerServicer(RequestServicer):
         return self._loads(self._authenticator.call(context))
 
     def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
-        """Return the current answer to GetServerInfo."""
+        """Return the current answer to GetServerInfo, with the state of the worker."""
         availability = self._step_loop.availability
         capacity = availability.capacity
         response = scheduler_pb2.GetServerInfoResponse(
@@ -160,7 +161,7 @@ class SchedulerServicer(RequestServicer):
         return response
 
     def _loads(self, call: Call) -> scheduler_pb2.GetLoadsResponse:
-        """Return the current load. Raises RefusedError if the caller is not an operator."""
+        """Return the current load of the scheduler. Raise RefusedError if the caller is not an operator."""
         call.caller.check_operator("the load of the server")
         response = report.encode_loads(explain.stats(self._step_loop.state))
         response.generation_throughput = self._generation_throughput()
@@ -170,7 +171,8 @@ class SchedulerServicer(RequestServicer):
 
 
 async def result_of(active: ActiveRequest) -> scheduler_pb2.GetResultResponse:
-    """Return the output of a request so far, its state, and its failure if it has failed."""
+    """Return the answer of GetResult for a detached request: its output so far, its state, and its error if it has
+    failed."""
     # The state is read first. Tokens may be added to the outputs while the response is built, but a finished request
     # has complete outputs.
     state = scheduler_pb2.RESULT_STATE_FINISHED if active.has_ended else scheduler_pb2.RESULT_STATE_RUNNING
@@ -184,7 +186,9 @@ async def result_of(active: ActiveRequest) -> scheduler_pb2.GetResultResponse:
 
 
 def first_tokens_of(message: scheduler_pb2.AttachRequest, active: ActiveRequest) -> list[int]:
-    """Return the first token to send of each sample. Raises RefusedError for a position after a sample's last token."""
+    """Return, for each sample of a detached request, the index of the first output token to send to an attaching
+    client. Raise RefusedError if an index is after the sample's last token, or if there are more indexes than
+    samples."""
     num_samples = len(active.outputs)
     if len(message.from_tokens) > num_samples:
         raise invalid(

@@ -37,7 +37,8 @@ _LOGPROB_WEIGHT = 32  # so that a message takes a few milliseconds
 
 
 class _Submitted:
-    """A request of the call, either waiting for admission or active, with the readers of its outputs."""
+    """A request that a client has submitted over a GenerateMany RPC, with the readers of its samples' outputs. The
+    request either waits for admission or runs."""
 
     def __init__(self, stream_id: int) -> None:
         self.stream_id = stream_id
@@ -54,13 +55,15 @@ class _Submitted:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all samples have ended without failure and their output has been encoded completely."""
+        """Whether all samples of the request have ended without failure, and all of their output has been encoded for
+        the client."""
         is_well = self.active is not None and self.active.has_ended and self.active.error is None
         return is_well and all(reader.has_ended for reader in self.readers)
 
 
 class SharedCall:
-    """The server's side of one GenerateMany call."""
+    """The server's side of one GenerateMany RPC, over which a client submits many requests and receives their
+    output."""
 
     def __init__(
         self,
@@ -69,8 +72,9 @@ class SharedCall:
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[Call], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
-        """`server_info` returns the server's state. The first message contains the state, and a later one does whenever
-        it has changed. `loads` returns the load; without `loads`, the command `get_loads` is refused."""
+        """`server_info` returns the server's description and state. The first message to the client contains this
+        state, and so does a later message whenever the state has changed. `loads` returns the server's load; without
+        `loads`, the client's command `get_loads` is refused."""
         self._intake = intake
         self._call = call
         self._news = News()
@@ -91,21 +95,22 @@ class SharedCall:
         self._is_closing = False  # new submissions are refused
 
     def announce(self) -> None:
-        """Send the server's changed state in the next message."""
+        """Send the server's state to the client again, because it has changed."""
         self._announces = True
         self._news.tell()
 
     def close(self) -> None:
-        """Refuse new requests, and end the call when its last request has ended."""
+        """Refuse new requests of this RPC, and end the RPC when its last request has ended."""
         self._is_closing = True
         self._news.tell()
 
     async def serve(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        """Run the call until the client half-closes or `close` is called, and every request has ended.
+        """Run the RPC: read the client's commands and write the output of its requests. Return when every request has
+        ended and the client has half-closed the RPC or `close` was called.
 
-        Raises RefusedError for an invalid command.
+        Raise RefusedError if a command of the client is invalid.
         """
         reading = asyncio.create_task(self._read(requests))
         reading.add_done_callback(lambda _: self.close())
@@ -189,7 +194,8 @@ class SharedCall:
             self._fail(request, RefusedError(Reason.INTERNAL, "the request failed; see the server's log"))
 
     async def _take_in(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
-        """Check the fields that only a Submission has, and begin its request. Raises RefusedError."""
+        """Check the fields that only a Submission message has, and queue its request in the engine. Raise RefusedError
+        if the request is invalid or refused."""
         message, token_only = submission.request, submission.token_only
         has_text = not (token_only or submission.HasField("resolved"))
         if submission.tenants_revision:
@@ -252,7 +258,7 @@ class SharedCall:
         self._mark_ready(request)
 
     def _cancel(self, request: _Submitted) -> None:
-        """Remove a request that is over from the call, and cancel its remaining tasks and samples."""
+        """Remove a request that is over from the RPC, and cancel its remaining tasks and samples."""
         del self._requests[request.stream_id]
         if request.error is not None:
             self.num_unread_failures -= 1
@@ -271,7 +277,8 @@ class SharedCall:
             request.active.cancel()
 
     def _wait_for_launched(self, request: _Submitted, active: ActiveRequest) -> None:
-        """Count the tokens that the client has kept of a relayed request, or wait for the client's report.
+        """Count the output tokens that the client of a relayed request has kept. If the client has not reported the
+        number for an ended sample yet, remember the sample until the report.
 
         A sample that is not over yet is counted when it ends, and all its tokens count as kept.
         """
@@ -290,7 +297,8 @@ class SharedCall:
             self._news.tell()
 
     def _take(self) -> scheduler_pb2.GenerateManyResponse:
-        """Return a message with the new output, up to the maximum weight of a message."""
+        """Return the next message to the client, with the new output of all requests. Output beyond the maximum size of
+        a message remains for the following message."""
         message = scheduler_pb2.GenerateManyResponse()
         if self._announces:
             self._announces = False

@@ -55,7 +55,8 @@ _SPELLING_OF_CALLS = {"whitespace_flexible": False, "item_separator": ", ", "key
 
 
 def read_generate_request(message: vllm_engine_pb2.GenerateRequest, call: Call, model: ModelInfo) -> ParsedRequest:
-    """Return the parsed request of a Generate call. Raises RefusedError, also for unsupported fields."""
+    """Return the parsed request of VllmEngine's Generate RPC. Raise RefusedError if a field is invalid, or is set but
+    not supported."""
     _check_supported(message)
     given = message.WhichOneof("input")
     if given is None:
@@ -81,10 +82,11 @@ def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
 
 
 def _options(sampling: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
-    """Return the sampling options that are set, by name. VllmEngine has the same names as this server.
+    """Return the sampling options in a VllmEngine request, by name. The fields of VllmEngine have the same names as
+    this server's options.
 
     A grammar applies from the first token, whatever `grammar_from_first_token` says. The server parses no reasoning, so
-    a grammar cannot start after it. GetServerInfo reports this to routers (`constrained_decoding_start`).
+    a grammar cannot start after the reasoning. GetServerInfo reports this to routers (`constrained_decoding_start`).
     """
     options: dict[str, Any] = {"temperature": 1.0}
     for name, may_be_unset, read in _OPTIONS:
@@ -97,10 +99,11 @@ def _options(sampling: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
 
 
 def close_calls(schema: str) -> str:
-    """Return a schema of tool calls with no other properties in a call and with fixed formatting.
+    """Make a router's JSON schema for tool calls stricter: a call has no other properties, and the JSON formatting is
+    fixed. Return the new schema, or any other schema unchanged.
 
-    Any other schema is returned unchanged. The router's schema allows more properties in a call than its parser
-    accepts. With an extra property, the router would treat all calls as text.
+    The router's schema allows more properties in a call than its parser accepts. With an extra property, the router
+    would treat all calls as text.
     """
     if not schema.startswith(_CALLS_BEGINNING):
         return schema

@@ -15,10 +15,11 @@ from scheduler_service.serving.output import Delta
 
 
 class ResponseTranslator:
-    """The translator of one call. It keeps the output tokens of each sample, since `complete` repeats them."""
+    """The translator of one request's output to VllmEngine's response messages. It keeps the output tokens of each
+    sample, since the last message of a sample repeats them."""
 
     def __init__(self, message: vllm_engine_pb2.GenerateRequest, request: Request) -> None:
-        """`request` is the request that was parsed from `message`."""
+        """`message` is the client's message, and `request` is the request that was parsed from it."""
         self._sampling = sampling = message.sampling_params
         self._is_streaming = message.stream
         self._prompt_token_ids = request.prompt_token_ids
@@ -33,7 +34,7 @@ class ResponseTranslator:
                 self._prompt_logprobs.top_logprobs.add()
 
     def translate(self, delta: Delta) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """Yield the responses for a delta."""
+        """Yield VllmEngine's response messages for a new piece of a sample's output."""
         self._take_prompt_logprobs(delta.prompt_logprobs)
         self._token_ids[delta.sample_index].extend(delta.token_ids)
         if self._is_streaming:

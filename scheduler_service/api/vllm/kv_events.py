@@ -29,7 +29,7 @@ _LEVELS = {Tier.DEVICE: 0, Tier.HOST: 1}
 
 
 class KvEventFeed:
-    """The stream of batches for one subscription."""
+    """The stream of batches of prefix cache events for one subscription of a router."""
 
     def __init__(
         self,
@@ -38,10 +38,11 @@ class KvEventFeed:
         read_load: Callable[[], Load] | None,
         root: bytes,
     ) -> None:
-        """`first_number` is the sequence number of the server's start, before its first event.
+        """`first_number` is the sequence number of the server's start, before its first event. `read_load` returns the
+        scheduler's load, which the batches contain.
 
         Without `read_load`, the batches contain neither the load nor the sequence numbers of all tenants' events.
-        `root` is the hash at the root of the content that the subscriber's requests can hit.
+        `root` is the hash at the root of the cached content that the subscriber's requests can hit.
         """
         self._kv_events = kv_events
         self._first_number = first_number
@@ -57,7 +58,8 @@ class KvEventFeed:
     async def batches(
         self, request: common_pb2.SubscribeKvEventsRequest
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-        """Yield batches until the server shuts down."""
+        """Yield batches of prefix cache events to a subscriber until the server shuts down. The first batches are a
+        snapshot of the cache, unless the request continues an earlier subscription."""
         with self._kv_events.following():
             last = request.start_sequence_number - self._first_number  # in the log's numbers
             first_start, last_start = self._kv_events.starts
@@ -118,11 +120,13 @@ class KvEventFeed:
         return batch
 
     def _count(self, log_number: int, num_batches: int) -> None:
-        """Advance the sequence number by `num_batches`, after which the subscriber has the log up to `log_number`."""
+        """Advance the subscription's sequence number by `num_batches` batches. `log_number` is the number of the last
+        event batch in the log that these batches contain."""
         self._number = self._first_number + log_number if self._sees_all else self._number + num_batches
 
     def _batch(self, num_left: int = 0) -> common_pb2.KvEventBatch:
-        """Return an empty batch that is followed by `num_left` batches with already counted sequence numbers."""
+        """Return an empty batch with its sequence number. After this batch, `num_left` batches follow that have been
+        counted already."""
         return common_pb2.KvEventBatch(sequence_number=self._number - num_left, timestamp=time.time(), dp_rank=0)
 
     def _is_load_due(self) -> bool:
@@ -142,7 +146,8 @@ class KvEventFeed:
 
 
 def _encode(events: Sequence[KvEvent]) -> list[common_pb2.KvCacheEvent]:
-    """Return one message for each chain of consecutive stored blocks, and one for each run of removals."""
+    """Return the messages of cache events: one for each chain of consecutive stored blocks, and one for each run of
+    removed blocks."""
     messages: list[common_pb2.KvCacheEvent] = []
     previous: KvEvent | None = None
     for event in events:
@@ -183,5 +188,5 @@ def _begin(event: KvEvent) -> common_pb2.KvCacheEvent:
 
 
 def _signed(block_hash: int) -> int:
-    """Return the signed 64-bit integer with the same bits."""
+    """Return the signed 64-bit integer that has the same bits as an unsigned block hash."""
     return block_hash - 2**64 if block_hash >= 2**63 else block_hash

@@ -23,10 +23,10 @@ _ARCHIVED = "to-be-asked-for"  # no such file exists, so the router calls GetTok
 def model_info(
     model: ModelInfo, served_model_name: str, max_sequence_tokens: int
 ) -> vllm_engine_pb2.GetModelInfoResponse:
-    """Return the answer to GetModelInfo.
+    """Return VllmEngine's answer to GetModelInfo, which describes the served model to a router.
 
-    Paths are paths on this machine. A router that does not find them calls GetTokenizer. If the router would read
-    another tokenizer or chat template from the files than this server, the tokenizer's path names no file.
+    Paths are paths on this machine. A router that does not find them calls GetTokenizer. If a router would find another
+    tokenizer or chat template in the files than the served one, the answer names a tokenizer path that does not exist.
     """
     directory = str(model.directory)
     values = {name: getattr(model.sampling_defaults, name) for name in CHECKPOINTS_OPTIONS}
@@ -49,7 +49,8 @@ def model_info(
 
 
 def server_info(worker: DescribedWorker | None, max_num_seqs: int) -> vllm_engine_pb2.GetServerInfoResponse:
-    """Return the answer to GetServerInfo, without the counters."""
+    """Return VllmEngine's answer to GetServerInfo without the counters of requests. `worker` is None before the first
+    worker has connected."""
     info = vllm_engine_pb2.GetServerInfoResponse(
         server_type=SERVER_TYPE,
         data_parallel_size=1,
@@ -65,7 +66,7 @@ def server_info(worker: DescribedWorker | None, max_num_seqs: int) -> vllm_engin
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A snapshot of the scheduler's load. `generation_throughput` is in output tokens per second."""
+    """The scheduler's load at one time. `generation_throughput` is in output tokens per second."""
 
     stats: SchedulerStats
     block_size: int  # of the current or last worker; 0 if no worker has connected yet
@@ -95,7 +96,7 @@ def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:
 
 
 def engine_load(load: Load) -> common_pb2.EngineLoad:
-    """Return the part of the load that routers use to balance requests."""
+    """Return the part of the scheduler's load that routers use to balance requests over servers."""
     usage = share(load.stats.num_held_blocks, load.stats.num_device_blocks)
     return common_pb2.EngineLoad(
         running_requests=load.stats.num_running,

@@ -52,7 +52,8 @@ _HTTP_NAMES = {
 
 
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """The VllmEngine service of a scheduler or a front end."""
+    """The implementation of the gRPC service VllmEngine in a scheduler or a front end. Routers use this service to
+    balance requests over several servers."""
 
     def __init__(
         self,
@@ -62,9 +63,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         read_load: Callable[[], Awaitable[Load]],
         cache: tuple[StepLoop, Callable[[], Load]] | None,
     ) -> None:
-        """`intake` is shared by all services of this server. `read_load` may raise RefusedError.
+        """`intake` admits the requests of all APIs of this server. `info` returns the answer of SchedulerService's
+        GetServerInfo. `read_load` returns the scheduler's load and may raise RefusedError.
 
-        `cache` is None in a front end. Its second value returns the load that is sent with cache events.
+        `cache` contains the step loop, for access to the prefix cache, and a function that returns the load that is
+        sent with cache events. It is None in a front end.
         """
         self._intake = intake
         self._authenticator = authenticator
@@ -92,7 +95,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.AbortResponse:
-        """Abort running requests, and return an empty response.
+        """Abort running requests by their ids, and return an empty response.
 
         Unknown or ended requests are ignored, because the router cannot know their state.
         """
@@ -106,7 +109,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Embed(
         self, request: vllm_engine_pb2.EmbedRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.EmbedResponse:
-        """Return the embedding of a prompt's tokens. The prompt's text is ignored."""
+        """Return the embedding of a prompt that is given as token ids. The prompt's text is ignored."""
         self._last_request_at = time.time()
         token_ids, request_id = tuple(request.tokenized.input_ids), request.request_id or None
         call = self._authenticator.call(context)
@@ -127,9 +130,10 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def HealthCheck(
         self, request: vllm_engine_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.HealthCheckResponse:
-        """Return whether the server is healthy. Before the first worker has joined, the status is UNAVAILABLE.
+        """Return whether the server accepts requests. Before the first worker has connected, the RPC fails with
+        UNAVAILABLE.
 
-        After UNAVAILABLE, a router retries, and it lists no model until the check succeeds.
+        After UNAVAILABLE, a router repeats the check, and it lists no model until the check succeeds.
         """
         if self._availability.is_serving:
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
@@ -153,7 +157,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetServerInfoResponse:
-        """Return a description of the server. Only operators see the number of active requests."""
+        """Return a description of the server. Only operators see the number of active requests and the time of the last
+        request."""
         info = server_info(self._availability.capacity, self._info().max_num_seqs)
         if self._authenticator.call(context).caller.is_operator():
             load = await self._read_load()
@@ -252,7 +257,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             active.cancel()
 
     async def _tokenizer_archive(self) -> bytes:
-        """Return the archive of the tokenizer's files. It is built once, in a thread. Raises RefusedError."""
+        """Return a zip archive of the tokenizer's files. The archive is built once, on a thread. Raise RefusedError if
+        the checkpoint has no tokenizer or a file cannot be read."""
         if self._intake.model.tokenizer_path is None:
             raise RefusedError(Reason.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
         if self._archive is None:

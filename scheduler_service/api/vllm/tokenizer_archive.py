@@ -21,12 +21,12 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed date, so that equal files give equal a
 
 
 def read_tokenizer_archive(model: Path) -> bytes:
-    """Return a zip archive of the tokenizer's files in a checkpoint directory or GGUF file.
+    """Return a zip archive of the tokenizer's files in a checkpoint directory or a GGUF file, as bytes.
 
     If the checkpoint stores its tokenizer in other files, the archive contains an equivalent tokenizer.json and
     tokenizer_config.json.
 
-    Raises OSError or ValueError if a file has become unreadable since the service started.
+    Raise OSError or ValueError if a file has become unreadable since the service started.
     """
     contents = dict(_gguf_files(model) if is_gguf(model) else _directory_files(model))
     template = read_model_info(str(model)).chat_template
@@ -60,7 +60,8 @@ def _tokenizer_files(tokenizer: TokenizerFiles) -> Iterator[tuple[str, bytes]]:
 
 
 def _one_template(template: str | None, contents: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return replacements for files so that the router finds the served chat template.
+    """Return the files of the archive that must be replaced or added, by name, so that a router finds the served chat
+    template.
 
     The router supports neither lists of templates in tokenizer_config.json nor other template files.
     """
@@ -76,7 +77,7 @@ def _one_template(template: str | None, contents: Mapping[str, bytes]) -> dict[s
 
 
 def archive_chunks(archive: bytes) -> Iterator[common_pb2.GetTokenizerChunk]:
-    """Yield the archive in chunks. The last chunk has the SHA-256 digest of the whole archive."""
+    """Yield the archive of the tokenizer in chunks. The last chunk also has the SHA-256 digest of the whole archive."""
     for start in range(0, len(archive), _CHUNK_BYTES):
         chunk = common_pb2.GetTokenizerChunk(data=archive[start : start + _CHUNK_BYTES])
         if start + _CHUNK_BYTES >= len(archive):
