@@ -31,7 +31,7 @@ class DescribedWorker(Protocol):
 
     @property
     def attention_backend(self) -> str:
-        """The name of the attention backend."""
+        """The name of the attention backend (kernels) that the worker uses."""
 
     @property
     def dtype(self) -> str:
@@ -78,7 +78,8 @@ class Availability(Protocol):
 
 
 class WorkerAvailability:
-    """Whether a scheduler accepts requests, which depends on its worker. Use it on the event loop's thread only.
+    """The state that says whether a scheduler accepts requests. It depends mainly on the worker. Use it on the event
+    loop's thread only.
 
     The step loop reports every change of the worker. The link to the worker reports the reason why no worker is
     connected.
@@ -169,8 +170,8 @@ class WorkerAvailability:
         self._missing[rank] = reason
 
     def worker_lost(self, reason: str, *, has_no_token: bool) -> None:
-        """Record that the worker has failed, which ends its epoch. `has_no_token` is true if a plan was sent in the
-        epoch, but no token was computed. A call of `worker_left` must follow."""
+        """Record that the worker has failed. `has_no_token` is true if a plan was sent since the worker connected, but
+        no token was computed. A call of `worker_left` must follow."""
         self.num_worker_losses += 1
         if has_no_token:
             self._num_fruitless_epochs += 1
@@ -190,7 +191,7 @@ class WorkerAvailability:
             self._tell()
 
     def drain(self) -> None:
-        """Refuse all requests from now on."""
+        """Refuse all requests from now on, because the server shuts down."""
         self._is_draining = True
         self._tell()
 

@@ -243,8 +243,8 @@ class SampleRecord:
         end: SequenceEnd | None = None,
     ) -> None:
         """Publish several output tokens of a sample, their log-probabilities, and the end of the output.
-        `cumulative_logprob` is the total log-probability of a beam search hypothesis, whose tokens have no
-        log-probabilities of their own."""
+        `cumulative_logprob` is the total log-probability of a beam search hypothesis. The tokens of a hypothesis have
+        no log-probabilities of their own."""
         self._new_token_ids += token_ids
         self.num_published += len(token_ids)
         self.new_logprobs += logprobs
@@ -432,7 +432,7 @@ class OutputReader:
         return not self.has_ended and self._output.has_more(self._next_token)
 
     def _delta(self, num_tokens: int) -> Delta:
-        """Return the next delta, which has `num_tokens` tokens."""
+        """Return the next delta of the output, with `num_tokens` tokens."""
         output = self._output
         delta = output.delta(self._next_token, num_tokens)
         self._next_token += num_tokens

@@ -288,8 +288,8 @@ class CutShortError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event of a recording, which is a call of a method of the scheduler core. `number` is the position of the
-    event in the recording, from 1 on. `outcome` is the recorded outcome of the call."""
+    """One event of a recording: a call of a method of the scheduler core. `number` is the position of the event in the
+    recording, from 1 on. `now` is the time of the call in seconds. `outcome` is the recorded outcome of the call."""
 
     number: int
     name: str

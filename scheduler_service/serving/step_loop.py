@@ -33,7 +33,8 @@ _CHECK_INTERVAL = 256
 
 
 class EpochLink(Protocol):
-    """The connection to the worker during one epoch, which is the time from a connection of the worker to its loss."""
+    """The connection to the worker during one epoch. An epoch begins when a worker connects and ends when it is
+    lost."""
 
     def send(self, plan: StepPlan) -> None:
         """Send a step's plan to the worker, without waiting for the transmission."""
@@ -99,8 +100,8 @@ class PlanExchange:
         self._tell(partial(self._take_result, result))
 
     def worker_lost(self, reason: str) -> None:
-        """Report that the connection to the worker is lost, which ends the epoch. The method has no effect if no worker
-        is connected."""
+        """Report that the connection to the worker is lost, and end the epoch. The method has no effect if no worker is
+        connected."""
         self.empty_inbox()
         if self._link is not None:
             self._end_epoch(reason)
@@ -134,7 +135,7 @@ class PlanExchange:
             self._check_invariants()
 
     def _check_invariants(self) -> None:
-        """Check a few invariants of the scheduler core. If an invariant is broken, end the epoch, which discards the
+        """Check a few invariants of the scheduler core. If an invariant is broken, end the epoch and so discard the
         state of the KV cache."""
         try:
             self._scheduler.check_sample()

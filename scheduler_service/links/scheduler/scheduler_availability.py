@@ -8,8 +8,8 @@ from scheduler_service.serving.refusal import Reason, RefusedError
 
 
 class SchedulerAvailability:
-    """Whether a front end accepts requests. This depends on the latest report of its scheduler, or on the reason why
-    the scheduler is not connected.
+    """The state that says whether a front end accepts requests. It is taken from the latest report of the scheduler, or
+    it is the reason why the scheduler is not connected.
 
     The front end's link to the scheduler reports every change.
     """

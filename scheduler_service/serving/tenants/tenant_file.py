@@ -51,7 +51,8 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant of the server, which is a group of callers with common limits and credentials."""
+    """A tenant of the server, with its limits and the credentials of its callers. All requests of a tenant share these
+    limits."""
 
     name: str
     quota: Quota
