@@ -330,7 +330,7 @@ class Labelled:
         family.add_metric([*self._labels.values(), *labels.values()], value)
         return family
 
-    def _told(
+    def _metrics_of_table(
         self,
         kind: type[GaugeMetricFamily | CounterMetricFamily],
         table: Mapping[str, tuple[str, str]],
@@ -368,16 +368,16 @@ class FrontEndCollector(Labelled, Collector):
     """A Prometheus collector for a front end process. It reads the front end's statistics at each scrape."""
 
     def __init__(self, read_stats: Callable[[], FrontEndStats]) -> None:
-        """`read_stats` returns the front end's statistics. It is called on the threads of the metrics server, not on
-        the event loop's thread."""
+        """Create the Prometheus collector of a front end. `read_stats` returns the front end's statistics. It is called
+        on the threads of the metrics server, not on the event loop's thread."""
         super().__init__("")
         self._read_stats = read_stats
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read_stats()
         self._labels["model_name"] = stats.model_name  # known once the front end is connected to its scheduler
-        yield from self._told(GaugeMetricFamily, _FRONT_END_GAUGES, stats)
-        yield from self._told(CounterMetricFamily, _FRONT_END_COUNTERS, stats)
+        yield from self._metrics_of_table(GaugeMetricFamily, _FRONT_END_GAUGES, stats)
+        yield from self._metrics_of_table(CounterMetricFamily, _FRONT_END_COUNTERS, stats)
         ended = {reason.value: stats.num_ended.get(reason, 0) for reason in NON_FAILURES}
         text = "Samples of the front end's clients that ended, by reason."
         yield self._series(CounterMetricFamily, "pagewire:frontend_ended_samples", text, "finished_reason", ended)
@@ -394,8 +394,8 @@ class MetricsCollector(Labelled, Collector):
         model_name: str,
         read_service_stats: Callable[[], ServiceStats],
     ) -> None:
-        """`read_stats` and `read_service_stats` return the current statistics. They are called on the threads of the
-        metrics server, not on the event loop's thread."""
+        """Create the Prometheus collector of a scheduler. `read_stats` and `read_service_stats` return the current
+        statistics. They are called on the threads of the metrics server, not on the event loop's thread."""
         super().__init__(model_name)
         self._metrics = metrics
         self._read_stats = read_stats
@@ -404,13 +404,13 @@ class MetricsCollector(Labelled, Collector):
     def collect(self) -> Iterator[Metric]:
         stats, metrics, service = self._read_stats(), self._metrics, self._read_service_stats()
         yield from self._gauges(stats, service.capacity)
-        yield from self._told(GaugeMetricFamily, _SERVICE_GAUGES, service)
-        yield from self._told(CounterMetricFamily, _COUNTERS, stats)
-        yield from self._told(CounterMetricFamily, _TOKEN_COUNTERS, service.tokens)
+        yield from self._metrics_of_table(GaugeMetricFamily, _SERVICE_GAUGES, service)
+        yield from self._metrics_of_table(CounterMetricFamily, _COUNTERS, stats)
+        yield from self._metrics_of_table(CounterMetricFamily, _TOKEN_COUNTERS, service.tokens)
         for name, values in self._labelled(stats, service.num_kv_events).items():
             yield self._series(CounterMetricFamily, name, *_LABELLED_COUNTERS[name], values)
-        yield from self._told(CounterMetricFamily, _METRICS_COUNTERS, metrics)
-        yield from self._told(CounterMetricFamily, _SERVICE_COUNTERS, service)
+        yield from self._metrics_of_table(CounterMetricFamily, _METRICS_COUNTERS, metrics)
+        yield from self._metrics_of_table(CounterMetricFamily, _SERVICE_COUNTERS, service)
         yield from self._certificates(service.certificate_validity)
         for name, histogram in metrics.histograms.items():
             family = HistogramMetricFamily(name, _HISTOGRAMS[name][0], labels=list(self._labels))
@@ -418,7 +418,7 @@ class MetricsCollector(Labelled, Collector):
             yield family
 
     def _gauges(self, stats: SchedulerStats, capacity: WorkerCapacity | None) -> Iterator[Metric]:
-        yield from self._told(GaugeMetricFamily, _GAUGES, stats)
+        yield from self._metrics_of_table(GaugeMetricFamily, _GAUGES, stats)
         for name, (text, held, whole) in _USAGES.items():
             yield self._number(GaugeMetricFamily, name, text, share(getattr(stats, held), getattr(stats, whole)))
         if capacity is not None:

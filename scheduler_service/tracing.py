@@ -44,8 +44,8 @@ class Tracing(Observer):
     `time.monotonic` in seconds."""
 
     def __init__(self, endpoint: str, *, model_name: str, version: str) -> None:
-        """`endpoint` is the address of an OpenTelemetry collector, http://HOST:PORT for OTLP over gRPC. `model_name` is
-        an attribute of the spans."""
+        """Create an exporter of OpenTelemetry spans of requests. `endpoint` is the address of an OpenTelemetry
+        collector, http://HOST:PORT for OTLP over gRPC. `model_name` is an attribute of the spans."""
         self._provider = tracer_provider(endpoint, "pagewire-scheduler", version)
         self._tracer = self._provider.get_tracer("pagewire", version)
         self._propagator = TraceContextTextMapPropagator()

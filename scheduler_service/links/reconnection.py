@@ -30,7 +30,7 @@ LINK_OPTIONS: tuple[tuple[str, int | str], ...] = (
 # Seconds between the end of a session and the next attempt; doubled after each failed attempt.
 _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0
-_MASK_WAIT_SHARE = 3.0  # seconds without a connection before the reason is reported
+_EXPLAIN_INTERVAL = 3.0  # seconds without a connection before the reason is reported
 _LAST_ERROR = re.compile(r"^.*last error: (?:\w+: )?")
 
 
@@ -80,8 +80,9 @@ class Outage:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name` is the name of the other process in log lines. `port` detects that the address is the port of another
-        service. `on_reason` receives every reason, logged or not. `clock` returns the time in seconds."""
+        """Prepare to log and report outages of one connection. `name` is the name of the other process in log lines.
+        `port` detects that the address is the port of another service. `on_reason` receives every reason, logged or
+        not. `clock` returns the time in seconds."""
         self._name = name
         self._logger = logger
         self._port = port
@@ -127,7 +128,7 @@ class Outage:
         task = asyncio.create_task(connecting)
         try:
             while True:
-                done, _ = await asyncio.wait({task}, timeout=_MASK_WAIT_SHARE)
+                done, _ = await asyncio.wait({task}, timeout=_EXPLAIN_INTERVAL)
                 if done:
                     return task.result()
                 if dialler.is_outdated:

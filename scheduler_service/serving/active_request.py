@@ -66,10 +66,10 @@ class ActiveRequest:
         keeps_all: bool = True,
         is_relayed: bool = False,
     ) -> None:
-        """With a `ready_list`, samples with new plain tokens are added to that list for its reader. Otherwise the event
-        loop processes each output. `keeps_all` means that the request has no stop texts, so the client keeps every
-        output token. `is_relayed` means that the client itself looks for stop texts, and reports how many tokens it
-        kept."""
+        """Create the record of a request that is about to be queued. With a `ready_list`, samples with new plain tokens
+        are added to that list for its reader. Otherwise the event loop processes each output. `keeps_all` means that
+        the request has no stop texts, so the client keeps every output token. `is_relayed` means that the client itself
+        looks for stop texts, and reports how many tokens it kept."""
         self.request = request
         self.outputs = outputs
         self.ready_list = ready_list
@@ -100,14 +100,14 @@ class ActiveRequest:
         for output, sequence_id in zip(self.outputs, sequence_ids, strict=True):
             output.sequence_id = sequence_id
 
-    def take_in(self, output: SampleRecord, *news: Any) -> None:
+    def process_output(self, output: SampleRecord, *news: Any) -> None:
         """Process the new output of one sample, and notify the listeners of the request. `news` are arguments for
         `SampleRecord.add`, which publishes them first. A stop text in the output ends the sample, whether or not a
         client reads the output."""
         try:
             if news:
                 output.add(*news)
-            output.take_in()
+            output.process_output()
             if output.stop_text is not None and not output.is_over:
                 self._engine.stop(output, output.num_tokens)
         except Exception:
@@ -117,7 +117,7 @@ class ActiveRequest:
             self.on_news(output.is_over)
         # Report the number of kept tokens, unless all are kept or the client reports the number.
         if output.is_over and not self.keeps_all and not self.is_relayed:
-            self._engine.settle(output, output.num_tokens)
+            self._engine.count_kept_tokens(output, output.num_tokens)
         if output.failure is not None:
             self.error = RefusedError(OF_END[output.failure.reason], output.failure.message)
         for tell in self.listeners:
@@ -149,7 +149,7 @@ class ActiveRequest:
         ready_list, self.ready_list = self.ready_list, None  # its reader ignores this request
         for output in self.outputs:
             if ready_list is not None and output.is_queued:
-                self.take_in(output)
+                self.process_output(output)
 
     async def wait_for_end(self) -> None:
         """Wait until every sample of the request has ended. The task does not wake up earlier, for example at new
@@ -280,7 +280,7 @@ class Publisher:
                 waiting.on_news()
             else:
                 output, request = waiting
-                request.take_in(output)
+                request.process_output(output)
         if self._queue:
             self._clock.soon(self._serve)
         else:
@@ -312,7 +312,7 @@ class RequestEngine(Protocol):
         """End the unfinished samples of this request with the end reason ABORT. If the request has ended and another
         request now uses the same id, the other request is not affected."""
 
-    def settle(self, output: SampleRecord, num_kept: int) -> None:
+    def count_kept_tokens(self, output: SampleRecord, num_kept: int) -> None:
         """Record how many output tokens of a sample the client kept, so that the remaining tokens count as discarded.
         This method is only called for requests that do not keep all tokens."""
 

@@ -26,8 +26,9 @@ class Activity:
         clock: Callable[[], float],
         rest: Callable[[], None],
     ) -> None:
-        """`read_stats` returns the scheduler's counters, and `clock` returns the time in seconds. `rest` is called
-        after ten seconds without activity, once after each period of activity."""
+        """Begin to measure the scheduler's throughput. `read_stats` returns the scheduler's counters, and `clock`
+        returns the time in seconds. `rest` is called after ten seconds without activity, once after each period of
+        activity."""
         self._read_stats = read_stats
         self._clock = clock
         self._rest = rest

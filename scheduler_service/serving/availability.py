@@ -95,10 +95,11 @@ class WorkerAvailability:
         on_grace_ended: Callable[[str], None],
         on_timed_out: Callable[[str], None],
     ) -> None:
-        """`worker_timeout` is the time in seconds that any request waits for a missing worker before it fails.
-        `worker_grace` is this time for a request without output that is not detached; the default is `worker_timeout`.
-        `on_grace_ended` and `on_timed_out` are called after these times to end the requests, with the reason as their
-        argument. `max_sequence_tokens` is the maximum length of a sequence until the first worker connects."""
+        """Create the state that says whether a scheduler accepts requests. No worker is connected yet. `worker_timeout`
+        is the time in seconds that any request waits for a missing worker before it fails. `worker_grace` is this time
+        for a request without output that is not detached; the default is `worker_timeout`. `on_grace_ended` and
+        `on_timed_out` are called after these times to end the requests, with the reason as their argument.
+        `max_sequence_tokens` is the maximum length of a sequence until the first worker connects."""
         self._clock = clock
         self._worker_timeout = worker_timeout
         self._worker_grace = worker_timeout if worker_grace is None else worker_grace

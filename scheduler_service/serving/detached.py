@@ -32,9 +32,9 @@ class DetachedRequests:
     """
 
     def __init__(self, *, retention: float, max_bytes: int, max_ended: int = MAX_ENDED) -> None:
-        """`retention` is how long an ended request or a record is kept, in seconds. `max_bytes` limits the memory of
-        all ended requests and records, and `max_ended` limits their number. A single one is kept even if it is larger
-        than `max_bytes`."""
+        """Create an empty store of detached requests and records. `retention` is how long an ended request or a record
+        is kept, in seconds. `max_bytes` limits the memory of all ended requests and records, and `max_ended` limits
+        their number. A single one is kept even if it is larger than `max_bytes`."""
         self._retention = retention
         self._max_ended = max_ended
         self._max_bytes = max_bytes
@@ -129,11 +129,11 @@ class DetachedRequests:
         _count(self._ended_bytes, key[0], num_bytes)
         self.num_bytes += num_bytes
         if len(self._ended) > self._max_ended:
-            self._forget(self._dispensable(self._num_ended))
+            self._forget(self._next_to_drop(self._num_ended))
         while self.num_bytes > self._max_bytes and len(self._ended) > 1:
-            self._forget(self._dispensable(self._ended_bytes))
+            self._forget(self._next_to_drop(self._ended_bytes))
 
-    def _dispensable(self, amounts: Counter[str]) -> tuple[str, str]:
+    def _next_to_drop(self, amounts: Counter[str]) -> tuple[str, str]:
         """Return the key of the ended request or record that is dropped next. It is the oldest one of the tenant with
         the largest amount in `amounts`. So no tenant can displace the results of other tenants."""
         most = max(amounts.values())

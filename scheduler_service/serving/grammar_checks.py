@@ -37,7 +37,7 @@ _Key = tuple[GrammarKind, tuple[int, ...], bytes]
 
 
 @dataclass(slots=True)
-class _Same:
+class _WaitingChecks:
     """The requests that wait for the check of one grammar. One of them holds the lock and has the grammar checked; the
     others wait for the result."""
 
@@ -46,11 +46,11 @@ class _Same:
 
 
 @dataclass(slots=True)
-class _Turns:
+class _TenantGrammars:
     """The grammars of one tenant that wait to be checked."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the grammar in the thread's queue
-    waiting: dict[_Key, _Same] = field(default_factory=dict)
+    waiting: dict[_Key, _WaitingChecks] = field(default_factory=dict)
 
 
 class GrammarChecks(Observer):
@@ -63,9 +63,9 @@ class GrammarChecks(Observer):
     def __init__(
         self, model: ModelInfo, on_checked: Callable[[float, bool], None], tokenizer_json: str | None = None
     ) -> None:
-        """`on_checked` is called after each compilation of a grammar. Its arguments are the duration in seconds, and
-        whether the grammar is valid. `tokenizer_json` is the text of the model's tokenizer, if the caller has already
-        read it."""
+        """Prepare the checks of the grammars in requests. `on_checked` is called after each compilation of a grammar.
+        Its arguments are the duration in seconds, and whether the grammar is valid. `tokenizer_json` is the text of the
+        model's tokenizer, if the caller has already read it."""
         self._model = model
         self._tokenizer_json = tokenizer_json
         self._on_checked = on_checked
@@ -73,7 +73,7 @@ class GrammarChecks(Observer):
         self._tokenizer_fault = ""  # why `_trials` could not be created
         self._worker_fault = ""  # why the current or the last worker supports no grammars
         self._verdicts: OrderedDict[_Key, str] = OrderedDict()  # why a grammar is refused, or ""
-        self._turns: dict[str, _Turns] = {}  # of the tenants with waiting grammars
+        self._turns: dict[str, _TenantGrammars] = {}  # of the tenants with waiting grammars
         self._waiting = TenantBytes("new grammars", MAX_WAITING_BYTES, MAX_WAITING_BYTES // 4)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
@@ -138,10 +138,10 @@ class GrammarChecks(Observer):
             raise RefusedError(Reason.FAILED_PRECONDITION, self.refusal, _field_of(grammar))
 
     @asynccontextmanager
-    async def _turn(self, tenant: str, key: _Key, size: int) -> AsyncIterator[_Turns]:
+    async def _turn(self, tenant: str, key: _Key, size: int) -> AsyncIterator[_TenantGrammars]:
         """Wait for the tenant's earlier checks of the same grammar, and run the block as the next check of this
         grammar. Raise RefusedError if too many grammars wait to be checked."""
-        turns = self._turns.get(tenant) or _Turns()
+        turns = self._turns.get(tenant) or _TenantGrammars()
         if key not in turns.waiting and len(turns.waiting) >= MAX_TENANT_WAITING:
             raise RefusedError(
                 Reason.RESOURCE_EXHAUSTED,
@@ -150,7 +150,7 @@ class GrammarChecks(Observer):
             )
         with self._waiting.held(tenant, size):
             self._turns[tenant] = turns
-            same = turns.waiting.setdefault(key, _Same())
+            same = turns.waiting.setdefault(key, _WaitingChecks())
             same.num_waiting += 1
             try:
                 async with same.lock:
@@ -162,7 +162,7 @@ class GrammarChecks(Observer):
                 if not turns.waiting:
                     del self._turns[tenant]
 
-    async def _first_verdict(self, grammar: Grammar, key: _Key, turns: _Turns) -> str:
+    async def _first_verdict(self, grammar: Grammar, key: _Key, turns: _TenantGrammars) -> str:
         """Return the cached result if the same grammar was checked meanwhile. Otherwise wait for the tenant's other
         grammars and compile this grammar. The result is the reason why the grammar cannot be used, or an empty
         string."""
@@ -174,7 +174,7 @@ class GrammarChecks(Observer):
 
     async def _compile(self, grammar: Grammar) -> str:
         """Compile a grammar in another process. Return the reason why the grammar cannot be used, or an empty string if
-        it can. Raise RefusedError if the compilation itself fails."""
+        the grammar is valid. Raise RefusedError if the process that compiles grammars fails."""
         run = asyncio.get_running_loop().run_in_executor
         try:
             seconds, verdict = await run(self._thread, self._compile_on_thread, grammar)
@@ -203,8 +203,8 @@ class GrammarChecks(Observer):
         self._tokenizer_json = None
 
     def _compile_on_thread(self, grammar: Grammar) -> tuple[float, str]:
-        """Compile a grammar and wait for the result. Return the duration in seconds, and the reason why the grammar
-        cannot be used or an empty string."""
+        """Compile a grammar in another process and wait for the result. Return two values: the duration in seconds, and
+        the reason why the grammar cannot be used. The reason is an empty string if the grammar is valid."""
         assert self._trials is not None, "no grammar is checked where the tokenizer cannot be read"
         began = time.perf_counter()
         verdict = self._trials.run(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)

@@ -239,7 +239,7 @@ class Intake:
         claim = self._quotas.claim(request) if self._quotas is not None else None
         if claim is not None:
             # The quota is updated when output is processed. Output in a ready list is not processed.
-            active.on_news, active.ready_list = claim.take_news, None
+            active.on_news, active.ready_list = claim.record_output, None
         try:
             self.engine.submit(active, trace)
         except AdmissionError as error:

@@ -49,8 +49,8 @@ class Observer:
 
 
 class Observers:
-    """The methods to call for each event of the step loop. For each event, these are the methods of the observers that
-    override it."""
+    """The methods to call for each event of the step loop. An observer is called only for the events whose method it
+    overrides."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.submission = _overriding(Observer.submission, observers)

@@ -256,7 +256,7 @@ class SampleRecord:
 
     # Processing
 
-    def sample_tokens(self) -> list[int] | None:
+    def pop_plain_tokens(self) -> list[int] | None:
         """Return the new output tokens of a sample if only tokens are new, otherwise None. The caller sends the
         returned tokens to the client directly, so the readers of this record do not receive these tokens."""
         if self.published_end is not None or self.new_logprobs or self.new_prompt_logprobs:
@@ -266,7 +266,7 @@ class SampleRecord:
         self.is_queued = False
         return token_ids
 
-    def take_in(self) -> None:
+    def process_output(self) -> None:
         """Process the published items of a sample, so that readers can read them: decode the tokens to text and look
         for stop texts. The end of the output is processed together with the last token or alone. All text that was held
         back is released with the end."""
@@ -469,7 +469,7 @@ class TokenCounts:
     num_kept: int = 0
     num_discarded: int = 0
 
-    def settle(self, output: SampleRecord, num_kept: int) -> None:
+    def count_kept_tokens(self, output: SampleRecord, num_kept: int) -> None:
         """Count the output tokens of a sample that is over. `num_kept` is the number of tokens that the client kept.
         The remaining tokens of the sample count as discarded."""
         num_kept = min(num_kept, output.num_published)

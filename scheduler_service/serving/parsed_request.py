@@ -78,7 +78,7 @@ class ParsedRequest:
         RefusedError if the id or the prompt is invalid."""
         check_request_id(request_id)
         _check_text(prompt, model)
-        request = replace(self.request, request_id=request_id, seed=_drawn(seed))
+        request = replace(self.request, request_id=request_id, seed=_seed_or_random(seed))
         return replace(self, request=request, prompt=prompt)
 
     def fit(
@@ -203,7 +203,7 @@ def _check_text(prompt: str | Sequence[int], model: ModelInfo) -> None:
         raise invalid("text", "the served checkpoint has no tokenizer; send the prompt as token_ids")
 
 
-def _drawn(seed: int | None) -> int:
+def _seed_or_random(seed: int | None) -> int:
     """Return the seed that a client requested, or a new random 64-bit seed if `seed` is None."""
     return secrets.randbits(64) if seed is None else seed
 
@@ -236,7 +236,7 @@ def _with_sampling(parsed: ParsedRequest, options: Options, model: ModelInfo) ->
     request = replace(
         parsed.request,
         sampling=_read_sampling(options, model, beam, grammar),
-        seed=_drawn(options.get("seed")),
+        seed=_seed_or_random(options.get("seed")),
         n=options.get("n", 1),
         beam=beam,
         grammar=grammar,

@@ -93,7 +93,10 @@ class Recorder:
         except OSError as error:
             raise OSError(f"--record {self._path} cannot be written: {error.strerror}; name another file") from error
         self._writer = QueuedWriter(
-            descriptor_writer(self._descriptor), _gap, max_waiting_bytes=MAX_WAITING_BYTES, ends_at_loss=True
+            descriptor_writer(self._descriptor),
+            _missing_events_line,
+            max_waiting_bytes=MAX_WAITING_BYTES,
+            ends_at_loss=True,
         )
         self.flush()
 
@@ -147,7 +150,7 @@ class Recorder:
             self._writer = None
 
 
-def _gap(num_lines: int) -> bytes:
+def _missing_events_line(num_lines: int) -> bytes:
     """Return the line of a recording, as bytes, that stands for missing events and contains their number."""
     return f"{encode({_MISSING: num_lines})}\n".encode()
 

@@ -43,10 +43,10 @@ class RequestLog(Observer):
             _log(logging.INFO, end.message, fields)
             return
         if not self._failed:
-            asyncio.get_running_loop().call_soon(self._tell_failed)
+            asyncio.get_running_loop().call_soon(self._log_failed)
         self._failed.setdefault((end.reason, end.message), []).append(fields)
 
-    def _tell_failed(self) -> None:
+    def _log_failed(self) -> None:
         failed, self._failed = self._failed, {}
         for (reason, message), samples in failed.items():
             names = list(dict.fromkeys(fields["request_id"] for fields in samples))

@@ -58,8 +58,8 @@ class PlanExchange:
         wake: asyncio.Event,
         clock: Clock,
     ) -> None:
-        """`wake` is an event that wakes up the step loop. It is set when a worker's report or a new connection waits to
-        be processed."""
+        """Prepare the exchange of plans and results with a worker. No worker is connected yet. `wake` is an event that
+        wakes up the step loop. It is set when a worker's report or a new connection waits to be processed."""
         self._scheduler = scheduler
         self._counters = scheduler.state.counters
         self._publisher = publisher
@@ -192,8 +192,9 @@ class StepLoop:
         kv_event_log: KvEventLog | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`worker_timeout` and `worker_grace` are how long requests wait for a missing worker, in seconds; see
-        WorkerAvailability. The default `clock` is the event loop's clock."""
+        """Create the step loop of a scheduler, with its observers. `worker_timeout` and `worker_grace` are how long
+        requests wait for a missing worker, in seconds; see WorkerAvailability. The default `clock` is the event loop's
+        clock."""
         self._scheduler = scheduler
         self.state = scheduler.state  # read-only, for `core.explain`
         heard_by = Observers(observers)
@@ -243,10 +244,10 @@ class StepLoop:
         if any(output.sequence_id in self._publisher.samples for output in request.outputs):
             self.abort(request.request.tenant, request.request.request_id)
 
-    def settle(self, output: SampleRecord, num_kept: int) -> None:
+    def count_kept_tokens(self, output: SampleRecord, num_kept: int) -> None:
         """Count how many output tokens of a sample its client kept. The remaining computed tokens of the sample count
         as discarded."""
-        self._publisher.counts.settle(output, num_kept)
+        self._publisher.counts.count_kept_tokens(output, num_kept)
 
     def token_counts(self) -> TokenCounts:
         """Return how many output tokens clients received, and how many were computed but discarded. The discarded

@@ -32,9 +32,9 @@ class TenantBytes:
     a limit for all tenants."""
 
     def __init__(self, what: str, max_bytes: int, max_tenant_bytes: int) -> None:
-        """`what` names the counted things in the plural, such as "texts", for error messages. `max_bytes` is the limit
-        for all tenants and `max_tenant_bytes` the limit for one tenant. A single thing is admitted whatever its
-        size."""
+        """Create a counter of bytes per tenant, which begins at 0. `what` names the counted things in the plural, such
+        as "texts", for error messages. `max_bytes` is the limit for all tenants and `max_tenant_bytes` the limit for
+        one tenant. A single thing is admitted whatever its size."""
         self._what = what
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes

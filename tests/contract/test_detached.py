@@ -392,7 +392,7 @@ async def test_a_large_result_is_made_between_the_turns_of_others() -> None:
         top = tuple((rng.randrange(1000), rng.random()) for _ in range(rng.randrange(4)))
         entries.append(TokenLogprobs(rng.randrange(1000), rng.random(), rng.randrange(1, 9), top))
         output.add([entries[-1].token_id], entries[-1:])
-        output.take_in()
+        output.process_output()
     making = asyncio.create_task(whole_response("id", output))
     num_turns = 0
     while not making.done():
@@ -530,13 +530,13 @@ def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed:
         is_last = done + size >= len(token_ids)
         end = end_of(len(token_ids), rng.choice([None, chunk[-1]])) if is_last and rng.random() < 0.5 else None
         output.add(chunk, end=end)
-        output.take_in()
+        output.process_output()
         done += len(chunk)
         if rng.random() < 0.5:
             received += live.take()
     if output.end is None:
         output.add([], end=end_of(output.num_tokens))
-        output.take_in()
+        output.process_output()
     received += live.take()
     whole = asyncio.run(whole_response("id", output))
     assert whole.HasField("usage")

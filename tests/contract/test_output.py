@@ -76,7 +76,7 @@ def test_half_a_character_at_the_end_hides_no_stop_text(
     reason, token = (EndReason.STOP, EOS) if ends_by_token else (EndReason.LENGTH, None)
     token_ids += [EOS] if ends_by_token else []
     output.add(token_ids, end=SequenceEnd(0, reason, 5, 0, len(token_ids), token, "", 0.0, None, None))
-    output.take_in()
+    output.process_output()
     whole = asyncio.run(whole_response("id", output))
     assert whole.text == text
     has_stop = stop != "b"
@@ -103,7 +103,7 @@ def test_unread_output_needs_a_few_bytes_a_token() -> None:
     tracemalloc.start()
     for position in range(num_tokens):
         output.add([position])
-        output.take_in()
+        output.process_output()
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(asyncio.run(whole_response("id", output)).text) == 7 * num_tokens
@@ -129,7 +129,7 @@ def test_a_reader_gets_everything_once_and_in_order(checkpoint: Path, seed: int,
     for new in news(rng, reason):
         for buffer in buffers:
             buffer.add(**new)
-            buffer.take_in()
+            buffer.process_output()
         if rng.random() < 0.6:
             read_some(reader, rng, received)
     received += encoded(reader)

@@ -71,7 +71,7 @@ def site(tmp_path: Path) -> Site:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconnection, "_MASK_WAIT_SHARE", 0.01)
+    monkeypatch.setattr(reconnection, "_EXPLAIN_INTERVAL", 0.01)
 
 
 def lines_of(caplog: pytest.LogCaptureFixture, logger: str) -> list[tuple[str, str]]:

@@ -284,7 +284,7 @@ async def test_the_publisher_serves_a_few_per_turn_and_in_order() -> None:
         assert len(order) == num_served
     assert order == list(range(10))
     assert [delta.token_ids for delta in received] == [[1]]
-    outputs[0].take_in()
+    outputs[0].process_output()
     (delta,) = reader.take()
     assert (delta.first_token, delta.token_ids) == (1, [2, 2, 2, 2])
 
@@ -300,7 +300,7 @@ def test_a_stream_ends_once_and_never_short_of_its_tokens() -> None:
     with pytest.raises(RuntimeError, match="5 were published"):
         output.finish(end_of(6))
     output.finish(end_of(3))
-    output.take_in()
+    output.process_output()
     (delta,) = OutputReader(output).take()
     assert delta.token_ids == [0, 1, 2]
     with pytest.raises(RuntimeError, match="twice"):
@@ -327,7 +327,7 @@ async def test_long_outputs_leave_in_several_deltas() -> None:
     reader = OutputReader(output)
     logprobs = [TokenLogprobs(0, -1.0, 1) for _ in range(5000)]
     output.add([0] * 5000, logprobs, logprobs, end=end_of(5000, EndReason.LENGTH))
-    output.take_in()
+    output.process_output()
     deltas = list(reader.take())
     assert [len(delta.prompt_logprobs) for delta in deltas] == [2048, 2048, 904, 0, 0, 0]
     assert [delta.first_token for delta in deltas] == [0, 0, 0, 0, 2048, 4096]

@@ -133,7 +133,7 @@ def test_a_token_of_a_long_output_is_read_as_fast_as_the_first(is_kept: bool) ->
         def run() -> None:
             for token_id in range(size):
                 output.publish(token_id, 0.0)
-                output.take_in()
+                output.process_output()
                 texts.extend(delta.text for delta in reader.take())
             assert "".join(texts) == "abcd" * size
 
@@ -145,7 +145,7 @@ def test_a_token_of_a_long_output_is_read_as_fast_as_the_first(is_kept: bool) ->
 def test_the_text_of_an_output_is_read_in_any_pieces() -> None:
     output = SampleRecord(0, _Decoder(), is_kept=True)
     output.add(range(5000))
-    output.take_in()
+    output.process_output()
     for size in (1, 255, 256, 257, 1000, 4999, 5000):
         reader = OutputReader(output, max_tokens=size)
         assert [len(delta.text) // 4 for delta in reader.take()] == [

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from pagewire.common.grammars import GrammarCompiler, GrammarError
 from scheduler_service.api.vllm import servicer
-from scheduler_service.api.vllm.generate_request import close_calls
+from scheduler_service.api.vllm.generate_request import restrict_tool_calls
 from testing import scheduler_stack
 from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, serve
 from testing.serving.failures import failure_of
@@ -305,7 +305,7 @@ def calls_of(*calls: object) -> str:
 
 
 def test_forced_calls_have_nothing_but_names_and_parameters() -> None:
-    closed = close_calls(calls_of(call_of("a", {"type": "object"}), call_of("é", {"const": 10**30})))
+    closed = restrict_tool_calls(calls_of(call_of("a", {"type": "object"}), call_of("é", {"const": 10**30})))
     expected = calls_of(
         call_of("a", {"type": "object"}, additionalProperties=False),
         call_of("é", {"const": 10**30}, additionalProperties=False),
@@ -327,7 +327,7 @@ def test_forced_calls_are_spelt_in_one_way() -> None:
     spaced = {text.replace(sign, space + sign) for sign in ("}", "]", "{", ",") for space in (" ", "\n")}
     taken = []
     for each in (text, *spaced, text.replace(" ", "")):
-        matcher = compiler.compile("json_schema", close_calls(calls_of(call_of("a", parameters))), (0,))
+        matcher = compiler.compile("json_schema", restrict_tool_calls(calls_of(call_of("a", parameters))), (0,))
         with contextlib.suppress(GrammarError):
             matcher.consume([*encode(each, add_special_tokens=False).ids, 0])
             taken.append(each)
@@ -361,7 +361,7 @@ async def test_a_slow_router_gets_token_by_token(with_end: Path, monkeypatch: py
     ids=lambda schema: schema[:40],
 )  # fmt: skip
 def test_other_schemas_stay_as_they_are(schema: str) -> None:
-    assert close_calls(schema) == schema
+    assert restrict_tool_calls(schema) == schema
 
 
 async def test_bad_prompts(checkpoint: Path) -> None:

@@ -154,7 +154,7 @@ async def test_a_scheduler_without_a_higher_epoch_says_so_in_a_line(
 def test_epochs_rise_to_the_last_one() -> None:
     epochs = Epochs(lambda: (2**44 - 1) / 1000)
     assert epochs.next() == 2**64 - 2**20 + 1
-    assert epochs.hear_of(2**64 - 2)
+    assert epochs.raise_above(2**64 - 2)
     assert epochs.next() == 2**64 - 1
     with pytest.raises(EpochsExhausted):
         epochs.next()

@@ -170,7 +170,7 @@ LINKS = {
 async def test_a_link_to_a_wrong_port_is_told_by_what_it_looks_like(
     name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconnection, "_MASK_WAIT_SHARE", 0.01)
+    monkeypatch.setattr(reconnection, "_EXPLAIN_INTERVAL", 0.01)
     made, begin, told = LINKS[name]
     warnings, stop = Warnings(), asyncio.Event()
     with made() as address:

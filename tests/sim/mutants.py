@@ -512,7 +512,9 @@ MUTANTS = (
     ),
     mutant("a stream that waits already waits twice", "enqueue", "if output.is_queued:\n    return", ""),
     mutant("tokens behind a stop text are delivered", "SampleRecord.finish", "del self._new_token_ids[num_kept:]", ""),
-    mutant("an end is lost behind tokens that are taken", "sample_tokens", "self.published_end is not None", "False"),
+    mutant(
+        "an end is lost behind tokens that are taken", "pop_plain_tokens", "self.published_end is not None", "False"
+    ),
     mutant(
         "the patience with a lost worker goes on when the next one is there",
         "WorkerAvailability.worker_joined",

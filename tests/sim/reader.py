@@ -40,8 +40,8 @@ class Reader:
             self._on_news()
         for record in records[:num_read]:
             client = self._clients[record.label]
-            token_ids = record.sample_tokens()
+            token_ids = record.pop_plain_tokens()
             if token_ids is None:
-                client.active.take_in(record)
+                client.active.process_output(record)
             else:
                 client.outputs[record.index].sample_tokens(token_ids)

@@ -56,7 +56,8 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[Call], scheduler_pb2.GetLoadsResponse] | None = None,
     ) -> None:
-        """`intake` admits the requests of all APIs of the server, so its limits apply to their total.
+        """Create the RPCs that a scheduler and a front end share. `intake` admits the requests of all APIs of the
+        server, so its limits apply to their total.
 
         `server_info` returns the current answer of GetServerInfo. `loads` returns the server's load; without `loads`,
         GenerateMany refuses the command `get_loads`.
@@ -185,8 +186,8 @@ class FrontEndServicer(RequestServicer):
         text_limits: TextLimits,
         chats: ChatRules,
     ) -> None:
-        """`server_info` returns the scheduler's latest report about itself. `forward` forwards an RPC to the scheduler.
-        `address` is the scheduler's network address, for error messages."""
+        """Create the gRPC service of a front end. `server_info` returns the scheduler's latest report about itself.
+        `forward` forwards an RPC to the scheduler. `address` is the scheduler's network address, for error messages."""
         intake = Intake(
             engine,
             model,

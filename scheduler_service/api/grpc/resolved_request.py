@@ -106,7 +106,7 @@ def decode_resolved(
         refuse(faults_of_grammar_text(request.grammar.kind.name.lower(), request.grammar.text))
     check_tokens(options, model)
     read_stop(options, model)
-    if not _agrees(request, model):
+    if not _matches_derived_values(request, model):
         raise invalid(
             "resolved",
             "the front end resolved the request differently from this server; install the same release for both, "
@@ -139,7 +139,7 @@ def _options(request: Request, model: ModelInfo) -> dict[str, Any]:
     return options | {name: ALL_TOKENS if num == every else num for name, num in reported.items() if num is not None}
 
 
-def _agrees(request: Request, model: ModelInfo) -> bool:
+def _matches_derived_values(request: Request, model: ModelInfo) -> bool:
     """Return whether the front end derived the same values from the request's options as this scheduler does. Such
     values are, for example, the sorted stop tokens and the number of beam candidates."""
     sampling, grammar, listed = request.sampling, request.grammar, request.sampling.logprob_token_ids

@@ -48,9 +48,10 @@ class SchedulerServicer(RequestServicer):
         retention_limit: Callable[[str], int],
         quotas: Quotas | None = None,
     ) -> None:
-        """`info` is the part of GetServerInfo's answer that does not change. `generation_throughput` returns output
-        tokens per second. `retention_limit` returns the longest time, in seconds, for which a tenant's request may ask
-        to keep its cached blocks. Without `quotas`, tenants have no quotas."""
+        """Create the gRPC service of a scheduler. `info` is the part of GetServerInfo's answer that does not change.
+        `generation_throughput` returns output tokens per second. `retention_limit` returns the longest time, in
+        seconds, for which a tenant's request may ask to keep its cached blocks. Without `quotas`, tenants have no
+        quotas."""
         intake = Intake(
             step_loop,
             model,
@@ -171,8 +172,8 @@ class SchedulerServicer(RequestServicer):
 
 
 async def result_of(active: ActiveRequest) -> scheduler_pb2.GetResultResponse:
-    """Return the answer of GetResult for a detached request: its output so far, its state, and its error if it has
-    failed."""
+    """Return the answer of GetResult for a detached request. The answer contains the output so far, the state of the
+    request, and its error if it has failed."""
     # The state is read first. Tokens may be added to the outputs while the response is built, but a finished request
     # has complete outputs.
     state = scheduler_pb2.RESULT_STATE_FINISHED if active.has_ended else scheduler_pb2.RESULT_STATE_RUNNING

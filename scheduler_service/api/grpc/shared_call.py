@@ -72,9 +72,9 @@ class SharedCall:
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[Call], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
-        """`server_info` returns the server's description and state. The first message to the client contains this
-        state, and so does a later message whenever the state has changed. `loads` returns the server's load; without
-        `loads`, the client's command `get_loads` is refused."""
+        """Create the server's side of a GenerateMany RPC. `server_info` returns the server's description and state. The
+        first message to the client contains this state, and so does a later message whenever the state has changed.
+        `loads` returns the server's load; without `loads`, the client's command `get_loads` is refused."""
         self._intake = intake
         self._call = call
         self._news = News()
@@ -131,7 +131,7 @@ class SharedCall:
             for request in list(self._requests.values()):
                 self._cancel(request)
             for output in self._unsettled.values():  # the client can no longer report the number
-                self._intake.engine.settle(output, output.num_published)
+                self._intake.engine.count_kept_tokens(output, output.num_published)
 
     # From the client
 
@@ -186,14 +186,14 @@ class SharedCall:
 
     async def _submit(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
         try:
-            await self._take_in(submission, request)
+            await self._queue_request(submission, request)
         except RefusedError as error:
             self._fail(request, error)
         except Exception:
             logger.exception("a request of a GenerateMany call could not be started")
             self._fail(request, RefusedError(Reason.INTERNAL, "the request failed; see the server's log"))
 
-    async def _take_in(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
+    async def _queue_request(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
         """Check the fields that only a Submission message has, and queue its request in the engine. Raise RefusedError
         if the request is invalid or refused."""
         message, token_only = submission.request, submission.token_only
@@ -243,7 +243,7 @@ class SharedCall:
             request.num_kept[index] = num_tokens
             self._intake.engine.stop(request.active.outputs[index], num_tokens)
         elif stream_id in self._unsettled:
-            self._intake.engine.settle(self._unsettled.pop(stream_id), num_tokens)
+            self._intake.engine.count_kept_tokens(self._unsettled.pop(stream_id), num_tokens)
 
     def _expire(self, request: _Submitted) -> None:
         self._fail(request, timed_out())
@@ -273,19 +273,19 @@ class SharedCall:
             self._streams.pop(request.stream_id + index, None)
         if request.active is not None:
             if request.active.is_relayed:
-                self._wait_for_launched(request, request.active)
+                self._count_kept_tokens(request, request.active)
             request.active.cancel()
 
-    def _wait_for_launched(self, request: _Submitted, active: ActiveRequest) -> None:
-        """Count the output tokens that the client of a relayed request has kept. If the client has not reported the
-        number for an ended sample yet, remember the sample until the report.
+    def _count_kept_tokens(self, request: _Submitted, active: ActiveRequest) -> None:
+        """Count the output tokens that the client kept of a relayed request (one whose client finds stop texts itself).
+        If the client has not reported the number for an ended sample yet, remember the sample until the report.
 
         A sample that is not over yet is counted when it ends, and all its tokens count as kept.
         """
         active.is_relayed = False
         for index, output in enumerate(active.outputs):
             if output.is_over and (index in request.num_kept or request.failure is not None):
-                self._intake.engine.settle(output, request.num_kept.get(index, output.num_published))
+                self._intake.engine.count_kept_tokens(output, request.num_kept.get(index, output.num_published))
             elif output.is_over:
                 self._unsettled[request.stream_id + index] = output
 
@@ -319,14 +319,14 @@ class SharedCall:
             if len(token_ids) >= _MAX_MESSAGE_WEIGHT:
                 self._ready_list.put_back(outputs[position:])
                 break
-            new = output.sample_tokens()
+            new = output.pop_plain_tokens()
             if new is not None:
                 stream_ids.append(output.label)
                 counts.append(len(new))
                 token_ids += new
             elif (request := self._streams.get(output.label)) is not None and request.active is not None:
                 # The sample has ended; its reader returns the end.
-                request.active.take_in(output)
+                request.active.process_output(output)
         message.stream_ids.extend(stream_ids)
         message.token_ids.extend(token_ids)
         if len(token_ids) != len(stream_ids):

@@ -40,7 +40,7 @@ _READINGS: Mapping[str, Callable[[Any], Any]] = {
     },
     "seed": lambda seed: seed % 2**64,
     "choice": lambda choice: list(choice.choices),
-    "json_schema": lambda schema: close_calls(schema),
+    "json_schema": lambda schema: restrict_tool_calls(schema),
 }
 # For each field: its name, whether it can be unset, and its conversion.
 _OPTIONS = [
@@ -98,7 +98,7 @@ def _options(sampling: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
     return options
 
 
-def close_calls(schema: str) -> str:
+def restrict_tool_calls(schema: str) -> str:
     """Make a router's JSON schema for tool calls stricter: a call has no other properties, and the JSON formatting is
     fixed. Return the new schema, or any other schema unchanged.
 

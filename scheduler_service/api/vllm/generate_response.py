@@ -19,7 +19,8 @@ class ResponseTranslator:
     sample, since the last message of a sample repeats them."""
 
     def __init__(self, message: vllm_engine_pb2.GenerateRequest, request: Request) -> None:
-        """`message` is the client's message, and `request` is the request that was parsed from it."""
+        """Create the translator for the output of one request. `message` is the client's message, and `request` is the
+        request that was parsed from it."""
         self._sampling = sampling = message.sampling_params
         self._is_streaming = message.stream
         self._prompt_token_ids = request.prompt_token_ids

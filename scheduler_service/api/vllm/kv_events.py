@@ -38,8 +38,8 @@ class KvEventFeed:
         read_load: Callable[[], Load] | None,
         root: bytes,
     ) -> None:
-        """`first_number` is the sequence number of the server's start, before its first event. `read_load` returns the
-        scheduler's load, which the batches contain.
+        """Create the stream of cache events for one subscription. `first_number` is the sequence number of the server's
+        start, before its first event. `read_load` returns the scheduler's load, which the batches contain.
 
         Without `read_load`, the batches contain neither the load nor the sequence numbers of all tenants' events.
         `root` is the hash at the root of the cached content that the subscriber's requests can hit.
@@ -78,7 +78,7 @@ class KvEventFeed:
                     if happened is None:
                         return
                     last = happened.sequence_number
-                    events = [event for event in happened.events if self._is_theirs(event)]
+                    events = [event for event in happened.events if self._is_visible(event)]
                     if events or self._sees_all:
                         yield self._live(last, events)
                 except TimeoutError:
@@ -87,7 +87,7 @@ class KvEventFeed:
                 except LookupError:
                     is_known = False
 
-    def _is_theirs(self, event: KvEvent) -> bool:
+    def _is_visible(self, event: KvEvent) -> bool:
         return isinstance(event, CacheCleared) or event.root == self._root
 
     def _live(self, log_number: int, events: Sequence[KvEvent]) -> common_pb2.KvEventBatch:
@@ -101,7 +101,7 @@ class KvEventFeed:
         return batch
 
     def _snapshot(self, snapshot: KvEventBatch) -> Iterator[common_pb2.KvEventBatch]:
-        blocks = [event for event in snapshot.events if self._is_theirs(event)]
+        blocks = [event for event in snapshot.events if self._is_visible(event)]
         starts = range(0, max(1, len(blocks)), _MAX_CHUNK_BLOCKS)
         self._count(snapshot.sequence_number, len(starts))
         for index, start in enumerate(starts):

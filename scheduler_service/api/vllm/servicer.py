@@ -63,8 +63,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         read_load: Callable[[], Awaitable[Load]],
         cache: tuple[StepLoop, Callable[[], Load]] | None,
     ) -> None:
-        """`intake` admits the requests of all APIs of this server. `info` returns the answer of SchedulerService's
-        GetServerInfo. `read_load` returns the scheduler's load and may raise RefusedError.
+        """Create the VllmEngine service of a scheduler or a front end. `intake` admits the requests of all APIs of this
+        server. `info` returns the answer of SchedulerService's GetServerInfo. `read_load` returns the scheduler's load
+        and may raise RefusedError.
 
         `cache` contains the step loop, for access to the prefix cache, and a function that returns the load that is
         sent with cache events. It is None in a front end.

@@ -26,7 +26,8 @@ class Forwarder:
         read_metadata: Callable[[], Sequence[tuple[str, str]]],
         tenants_revision: Callable[[], str],
     ) -> None:
-        """`read_metadata` and `tenants_revision` are documented in `SchedulerLink`."""
+        """Create a forwarder of RPCs to the scheduler. `read_metadata` and `tenants_revision` are documented in
+        `SchedulerLink`."""
         self._availability = availability
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision

@@ -15,7 +15,8 @@ class SchedulerAvailability:
     """
 
     def __init__(self, address: str) -> None:
-        """`address` is the network address of the scheduler, for error messages."""
+        """Create the availability of a front end whose scheduler is not connected yet. `address` is the network address
+        of the scheduler, for error messages."""
         self._address = address
         self._disconnect_reason: object = "it has not answered yet"  # None while connected
         self._has_answered = asyncio.Event()  # set by the first report or by drain()

@@ -62,9 +62,10 @@ class SchedulerLink:
         tenants_revision: Callable[[], str] = str,
         clock: Clock | None = None,
     ) -> None:
-        """`address` is the scheduler's network address, for messages. `read_metadata` returns the gRPC metadata that
-        identify this front end, such as its API key. `tenants_revision` returns the digest of the front end's file of
-        tenants, or an empty string without such a file. The default `clock` is the event loop's clock."""
+        """Create the link of a front end to its scheduler. `run` connects it. `address` is the scheduler's network
+        address, for messages. `read_metadata` returns the gRPC metadata that identify this front end, such as its API
+        key. `tenants_revision` returns the digest of the front end's file of tenants, or an empty string without such a
+        file. The default `clock` is the event loop's clock."""
         self.clock = clock or Clock()
         self._dialler = dialler
         self._address = address
@@ -145,9 +146,9 @@ class SchedulerLink:
         if output.sequence_id in self._streams:
             self._send_stop(output, num_tokens)
 
-    def settle(self, output: SampleRecord, num_kept: int) -> None:
+    def count_kept_tokens(self, output: SampleRecord, num_kept: int) -> None:
         """Count the output tokens of a sample that the client kept, and report their number to the scheduler."""
-        self.counts.settle(output, num_kept)
+        self.counts.count_kept_tokens(output, num_kept)
         self._send_stop(output, num_kept)
 
     def _send_stop(self, output: SampleRecord, num_tokens: int) -> None:
@@ -167,7 +168,7 @@ class SchedulerLink:
         connect again."""
         backoff = Backoff()
         while True:
-            ended = await self._hold()
+            ended = await self._run_call()
             if ended.was_held:
                 self._outage.end()
                 logger.log(
@@ -196,7 +197,7 @@ class SchedulerLink:
                 self._client.abort(request.outputs[0].sequence_id)
         self._fail_all(message)
 
-    async def _hold(self) -> Ended:
+    async def _run_call(self) -> Ended:
         """Connect to the scheduler, run one GenerateMany RPC until it ends, and return the reason of its end."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(await self._dialler.channel())
         call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(self._read_metadata()))
@@ -266,7 +267,7 @@ class SchedulerLink:
     def _deliver(self, output: SampleRecord, request: ActiveRequest, token_ids: list[int], *more: Any) -> None:
         if request.keeps_all:
             self.counts.num_kept += len(token_ids)
-        request.take_in(output, token_ids, *more)
+        request.process_output(output, token_ids, *more)
 
     def _abort(self, request: ActiveRequest) -> None:
         """Ask the scheduler to abort a request. If the request has not been sent to the scheduler yet, end its samples

@@ -78,7 +78,7 @@ class Epochs:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` returns the Unix time in seconds."""
+        """Begin the epoch numbers of this process at the current time. `clock` returns the Unix time in seconds."""
         self._clock = clock
         self._last = int(clock() * 1000) << _EPOCH_SHIFT
 
@@ -93,7 +93,7 @@ class Epochs:
         self._last += 1
         return self._last
 
-    def hear_of(self, epoch: int) -> bool:
+    def raise_above(self, epoch: int) -> bool:
         """Use only higher epoch numbers than another scheduler's `epoch` from now on. Return whether that epoch is
         plausible.
 
@@ -123,8 +123,8 @@ class WorkerLink:
         limits: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`diallers` connect to the ranks of the worker, in rank order. `on_plan_sent` receives the size of every plan
-        in bytes.
+        """Create the link of a scheduler to its worker. `run` connects it. `diallers` connect to the ranks of the
+        worker, in rank order. `on_plan_sent` receives the size of every plan in bytes.
 
         `restart_worker` ends the worker process of a rank for the given reason, after which another process starts. It
         is called if the rank hangs or another scheduler has connected to it. It is None if another program runs the
@@ -162,7 +162,7 @@ class WorkerLink:
         another scheduler has taken over the worker, and EpochsExhausted if there is no higher epoch number."""
         backoff = Backoff()
         while True:
-            ended = await self._hold_epoch()
+            ended = await self._run_epoch()
             if ended.was_held:
                 for outage in self._outages:
                     outage.end()
@@ -173,11 +173,11 @@ class WorkerLink:
                 self._outages[ended.rank].tell(ended.reason, is_calm=ended.is_calm)
             await backoff.wait(ended)
 
-    async def _hold_epoch(self) -> Ended:
+    async def _run_epoch(self) -> Ended:
         """Run one epoch: open the streams to all ranks of the worker, wait until one stream ends, and close the others.
         Return the reason why the first stream ended."""
         session = Session(self._exchange, self._epochs.next(), self._on_plan_sent, len(self._diallers))
-        holds = [asyncio.create_task(self._hold(rank)) for rank in session.ranks]
+        holds = [asyncio.create_task(self._run_stream(rank)) for rank in session.ranks]
         try:
             await asyncio.wait(holds, return_when=asyncio.FIRST_COMPLETED)
             rank, ended = next((rank, hold.result()) for rank, hold in enumerate(holds) if hold.done())
@@ -185,7 +185,7 @@ class WorkerLink:
         finally:
             await cancel(holds)
 
-    async def _hold(self, session: RankSession) -> Ended:
+    async def _run_stream(self, session: RankSession) -> Ended:
         """Connect to one rank of the worker and run its stream until it ends. Return the reason of the end. Raise
         FencedError if another scheduler has taken over the worker."""
         rank, epoch = session.rank, session.session.epoch
@@ -213,9 +213,9 @@ class WorkerLink:
             self._tell_lower_limits(capacity)
             await session.hold(call, capacity, partial(self._certificates.__setitem__, rank))
         except TimeoutError:
-            return self._given_up(rank, f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s")
+            return self._give_up_rank(rank, f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s")
         except WorkerUnusable as error:
-            return self._given_up(rank, str(error))
+            return self._give_up_rank(rank, str(error))
         except (SessionEnded, WorkerProtocolError, Outdated) as error:
             return Ended(str(error), is_calm=isinstance(error, Outdated))
         except grpc.aio.AioRpcError as error:
@@ -245,7 +245,7 @@ class WorkerLink:
             )
         self._told_limits = lower
 
-    def _given_up(self, rank: int, reason: str) -> Ended:
+    def _give_up_rank(self, rank: int, reason: str) -> Ended:
         if self._restart_worker is not None:
             self._restart_worker(rank, reason)
         return Ended(reason)
@@ -294,7 +294,7 @@ class WorkerLink:
             reason = f"scheduler {refusal.instance_id} has taken the worker in epoch {refusal.epoch}"
             # A worker process that this scheduler started belongs to it alone, so it is restarted.
             raise WorkerUnusable(reason) if self._restart_worker is not None else FencedError(reason)
-        if not self._epochs.hear_of(refusal.epoch):
+        if not self._epochs.raise_above(refusal.epoch):
             raise WorkerUnusable(
                 f"the worker is held in epoch {refusal.epoch}, more than a day ahead of this scheduler's clock; "
                 "restart the worker, or set the clocks of both"

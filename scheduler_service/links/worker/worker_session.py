@@ -63,7 +63,8 @@ class Session:
     """
 
     def __init__(self, exchange: PlanExchange, epoch: int, on_plan_sent: Callable[[int], None], num_ranks: int) -> None:
-        """`epoch` is the number of the epoch. `on_plan_sent` receives the size of every plan in bytes."""
+        """Create the session of one epoch with the worker's ranks. `epoch` is the number of the epoch. `on_plan_sent`
+        receives the size of every plan in bytes."""
         self.epoch = epoch
         self.ranks = [RankSession(self, rank) for rank in range(num_ranks)]
         self._exchange = exchange

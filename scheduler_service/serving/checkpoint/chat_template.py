@@ -59,13 +59,13 @@ def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> 
             named = _named(read_settings(path), path)
     named |= _additional(directory / "additional_chat_templates")
     is_plain = path.name != "chat_template.json" and _is_plain(tokenizer_config)
-    return _joined(named, path, is_plain=is_plain)
+    return _combined(named, path, is_plain=is_plain)
 
 
 def chat_template_of(tokenizer_config: Mapping[str, Any], source: Path) -> ChatTemplate | None:
     """Return the chat template in the settings of a tokenizer_config.json, or None if the settings contain no template.
     Raise ValueError if the template is invalid."""
-    return _joined(_named(tokenizer_config, source), source, is_plain=_is_plain(tokenizer_config))
+    return _combined(_named(tokenizer_config, source), source, is_plain=_is_plain(tokenizer_config))
 
 
 def _additional(folder: Path) -> dict[str, str]:
@@ -99,7 +99,7 @@ def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     return {entry["name"]: entry["template"] for entry in found}
 
 
-def _joined(named: Mapping[str, str], source: Path, *, is_plain: bool) -> ChatTemplate | None:
+def _combined(named: Mapping[str, str], source: Path, *, is_plain: bool) -> ChatTemplate | None:
     """Combine the default chat template and the template for tools into one template. The combined template selects
     between them, as transformers does, depending on whether the conversation has tools.
 

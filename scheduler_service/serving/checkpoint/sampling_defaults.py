@@ -70,7 +70,7 @@ def ignored_settings(generation: Mapping[str, Any], file: Path) -> str:
     found = [
         f"{key} ({shown(value)})"
         for key, value in generation.items()
-        if key not in _READ and key not in _INERT and _asks_for_something(key, value)
+        if key not in _READ and key not in _INERT and _has_effect(key, value)
     ]
     if not found:
         return ""
@@ -78,7 +78,7 @@ def ignored_settings(generation: Mapping[str, Any], file: Path) -> str:
     return f"{file}: ignored settings, which requests must set themselves: {', '.join(found[:_MAX_NAMED])}{rest}"
 
 
-def _asks_for_something(key: str, value: object) -> bool:
+def _has_effect(key: str, value: object) -> bool:
     if key in _OFF_AT_ONE and value == 1:
         return False
     return value is not None and (bool(value) or (key.endswith("_token_id") and value is not False))

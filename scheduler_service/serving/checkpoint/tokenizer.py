@@ -288,8 +288,9 @@ class TextDecoder:
     def __init__(
         self, decoder: IncrementalDecoder, *, stop: Sequence[str], min_tokens: int, include_stop_text: bool
     ) -> None:
-        """`stop` contains the stop texts. A stop text can end the output only after more than `min_tokens` tokens. With
-        `include_stop_text`, the decoded text includes the stop text."""
+        """Create a detokenizer for one sample's output that ends at the first stop text. `stop` contains the stop
+        texts. A stop text can end the output only after more than `min_tokens` tokens. With `include_stop_text`, the
+        decoded text includes the stop text."""
         self._decoder = decoder
         self._stop = tuple(stop)
         self._min_tokens = min_tokens

@@ -107,7 +107,7 @@ class Claim:
     num_open: int  # unfinished samples
     on_released: Callable[[], None] = field(repr=False)
 
-    def take_news(self, has_ended: bool) -> None:
+    def record_output(self, has_ended: bool) -> None:
         """Update the tenant's usage when a sample of the request has new output. The parameter `has_ended` says whether
         the sample is over. The last end releases the whole claim."""
         self._begin()

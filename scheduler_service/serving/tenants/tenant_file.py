@@ -36,8 +36,8 @@ _MAX_NAME_CHARS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The limits on what a tenant's requests may use at the same time, and on their retention hints (how long cached
-    blocks are kept).
+    """The limits on what one tenant's requests may use at the same time: requests, sequences, queued tokens and KV
+    cache blocks. A further limit applies to retention hints (how long a request may ask to keep its cached blocks).
 
     None means that the tenant has no limit of its own.
     """

@@ -138,7 +138,7 @@ def test_log_probabilities_that_wait_take_few_bytes() -> None:
     entry = TokenLogprobs(5, -0.5, 1, tuple((token_id, -0.5) for token_id in range(20)))
     record = SampleRecord(0, with_logprobs=True, is_whole=True)
     record.add([5] * 1000, [entry] * 1000, [entry] * 1000)
-    record.take_in()
+    record.process_output()
     assert record.num_bytes < 2 * 1000 * 21 * 20
     [*_, last] = OutputReader(record, max_tokens=100).take()
     assert list(last.logprobs) == [entry] * 100

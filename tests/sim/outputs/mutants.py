@@ -13,7 +13,7 @@ MUTANTS = (
     # The server's side of GenerateMany
     mutant(
         "an end does not know what went before it in columns",
-        "SampleRecord.sample_tokens",
+        "SampleRecord.pop_plain_tokens",
         "self._num_passed = self.num_published",
         "",
     ),
@@ -51,7 +51,7 @@ MUTANTS = (
     mutant(
         "nobody counts what a client tells that it has kept",
         "SharedCall._stop",
-        "self._intake.engine.settle(self._unsettled.pop(stream_id), num_tokens)",
+        "self._intake.engine.count_kept_tokens(self._unsettled.pop(stream_id), num_tokens)",
         "self._unsettled.pop(stream_id)",
     ),
     mutant(
@@ -99,13 +99,13 @@ MUTANTS = (
     ),
     mutant(
         "a tenant pushes out what others keep",
-        "DetachedRequests._dispensable",
+        "DetachedRequests._next_to_drop",
         "amounts[key[0]] == most",
         "True",
     ),
     mutant(
         "the newest result is pushed out",
-        "DetachedRequests._dispensable",
+        "DetachedRequests._next_to_drop",
         "self._ended",
         "reversed(self._ended)",
     ),
@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     # Quotas
     mutant("a claim outlives a refused request", "Intake._submit", "claim.release()", "pass"),
-    mutant("a claim ends with the first sample", "Claim.take_news", "not self.num_open", "True"),
+    mutant("a claim ends with the first sample", "Claim.record_output", "not self.num_open", "True"),
     # The front end's side
     mutant(
         "a failure is taken by the first sample alone",
