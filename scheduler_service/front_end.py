@@ -39,10 +39,9 @@ async def run(
     num_log_lines_dropped: Callable[[], int] = lambda: 0,
 ) -> int:
     """Run a front end, which accepts requests and sends them to a scheduler. When `stop` is set, refuse new requests
-    and let running requests end, but at most until `stop_now` is set. Return the exit code of the process.
+    and let running requests end, but at most until `stop_now` is set. Return the process's exit code.
 
-    `ready` is called once with the front end's URL, when requests are first accepted. `num_log_lines_dropped` returns
-    the value of a metric.
+    `ready` is called once with the URL, when requests are first accepted. `num_log_lines_dropped` supplies a metric.
     """
     try:
         config.validate()

@@ -156,7 +156,7 @@ def _count(amounts: Counter[str], tenant: str, change: int) -> None:
 
 
 def name_taken(request_id: str) -> RefusedError:
-    """Return the refusal of a request or a record because its request id is in use."""
+    """Return the RefusedError for a request or a record whose request id is already in use."""
     return RefusedError(
         Reason.ALREADY_EXISTS,
         f"request_id {request_id!r} is in use by a kept result or response; choose another request_id, or delete that "
@@ -166,8 +166,8 @@ def name_taken(request_id: str) -> RefusedError:
 
 
 def unknown_result(request_id: str) -> RefusedError:
-    """Return the refusal of an operation on a detached request that does not exist, has expired or belongs to another
-    tenant."""
+    """Return the RefusedError for an operation on a detached request that does not exist, has expired or belongs to
+    another tenant."""
     return RefusedError(
         Reason.NOT_FOUND,
         f"no detached request {request_id!r} exists for this tenant; results are kept only for a limited time",

@@ -188,8 +188,8 @@ class Intake:
 
     @contextlib.contextmanager
     def _pending(self, tenant: str) -> Iterator[None]:
-        """Count one more request of the tenant as pending inside the block, in which the request is tokenized and
-        checked. Raise RefusedError if too many requests are pending already."""
+        """Count one more request of the tenant as pending inside the block. The block tokenizes and checks the request.
+        Raise RefusedError if too many requests are pending already."""
         if self._num_pending >= self._max_pending_calls:
             raise RefusedError(
                 Reason.RESOURCE_EXHAUSTED,

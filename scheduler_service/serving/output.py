@@ -51,9 +51,9 @@ class OutputDecoder(Protocol):
     their text."""
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, str | None, int]:
-        """Decode the next output tokens. Return three values: the new text that later tokens cannot change, the stop
-        text that ended the output (None if no stop text occurred), and the number of given tokens that belong to the
-        output."""
+        """Decode the next output tokens. Return three values. The first is the new text that later tokens cannot
+        change. The second is the stop text that ended the output, or None. The third is the number of given tokens that
+        belong to the output."""
 
     def flush(self) -> tuple[str, str | None, int]:
         """Return the text that the decoder still held back at the end of an output, and the stop text in this text or
@@ -267,9 +267,9 @@ class SampleRecord:
         return token_ids
 
     def process_output(self) -> None:
-        """Process the published items of a sample, so that readers can read them: decode the tokens to text and look
-        for stop texts. The end of the output is processed together with the last token or alone. All text that was held
-        back is released with the end."""
+        """Decode the published tokens of a sample to text, and look for stop texts, so that readers can read the new
+        output. The end of the output is processed together with the last token or alone. All text that was held back is
+        released with the end."""
         self.is_queued = False
         self.is_over = self.published_end is not None
         if self.num_tokens < self._num_passed:

@@ -280,9 +280,9 @@ def _read_sampling(
 def num_candidates(
     sampling: SamplingParams, beam: BeamParams | None, grammar: Grammar | None, model: ModelInfo
 ) -> int | None:
-    """Return how many of the most likely next tokens a beam search considers for each beam in a step, or None if the
-    request has no beam search. The number is large enough for beams to continue even if all stop tokens are among these
-    tokens (after transformers)."""
+    """Return how many of the most likely next tokens a beam search considers for each beam in a step. Return None if
+    the request has no beam search. The number is large enough for beams to continue even if all stop tokens are among
+    these tokens (after transformers)."""
     if beam is None:
         return None
     end_token_ids = {*sampling.stop_token_ids, *(grammar.end_token_ids if grammar is not None else ())}

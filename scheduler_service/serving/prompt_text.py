@@ -67,9 +67,9 @@ class PromptTexts:
         field: str,
         add_special_tokens: bool,
     ) -> _Result:
-        """Tokenize a prompt's text, call `then` with the token ids on the same thread and in the same turn of the
-        tenant, and return the result of `then`. So a list of tokens, which takes 36 bytes a token, never waits for
-        another turn. Raise RefusedError if the text is too long or cannot be tokenized."""
+        """Tokenize a prompt's text and call `then` with the token ids on the same thread. Return the result of `then`.
+        The token ids, which take 36 bytes each as a list, therefore never wait for another turn of the thread. Raise
+        RefusedError if the text is too long or cannot be tokenized."""
         size = len(text.encode())
         self._check_size(size, max_sequence_tokens, field)
         is_long = size > PIECE_SIZE

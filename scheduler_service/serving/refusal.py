@@ -81,16 +81,17 @@ class RefusedError(Exception):
 
 
 def invalid(field: str, message: str, overflow: ContextOverflow | None = None) -> RefusedError:
-    """Return the refusal of a request with an invalid field. `field` is the path of this field."""
+    """Return the RefusedError for a request with an invalid field. `field` is the path of this field."""
     return RefusedError(Reason.INVALID_ARGUMENT, message, field, overflow)
 
 
 def unknown(request_id: str) -> RefusedError:
-    """Return the refusal of an operation on a running request that does not exist or belongs to another tenant."""
+    """Return the RefusedError for an operation on a running request that does not exist or belongs to another
+    tenant."""
     return RefusedError(Reason.NOT_FOUND, f"no request {request_id!r} is running for this tenant", "request_id")
 
 
 def timed_out() -> RefusedError:
-    """Return the refusal of a request that has not ended within its client's timeout."""
+    """Return the RefusedError for a request that has not ended within its client's timeout."""
     text = "the timeout passed before the request was done; raise it or ask for fewer tokens"
     return RefusedError(Reason.DEADLINE_EXCEEDED, text)

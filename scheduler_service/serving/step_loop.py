@@ -37,7 +37,8 @@ class EpochLink(Protocol):
     lost."""
 
     def send(self, plan: StepPlan) -> None:
-        """Send a step's plan to the worker, without waiting for the transmission."""
+        """Send a plan, which says what the worker computes in one step, to the worker. Do not wait for the
+        transmission."""
 
     def close(self, reason: str) -> None:
         """End the epoch by closing the connection to the worker, for example because the worker violated the protocol.
@@ -45,8 +46,8 @@ class EpochLink(Protocol):
 
 
 class PlanExchange:
-    """The part of the step loop that sends plans to the worker and processes the worker's results. It exists over all
-    epochs (connections of a worker), while each epoch has its own link."""
+    """The part of the step loop that sends plans (what to compute in a step) to the worker and processes the worker's
+    results. It exists over all epochs (connections of a worker), while each epoch has its own link."""
 
     def __init__(
         self,
@@ -277,8 +278,8 @@ class StepLoop:
     # Running
 
     async def run(self) -> None:
-        """Schedule requests, send plans and process results until the task is cancelled. An exception is a bug in the
-        scheduler and is fatal."""
+        """Run the scheduler until the task is cancelled: make plans, send them to the worker and process the results.
+        An exception is a bug in the scheduler and is fatal."""
         if not self.exchange.is_connected:
             self.availability.start_timers()
         try:

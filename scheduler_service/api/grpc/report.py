@@ -66,7 +66,7 @@ def decode_stats(loads: scheduler_pb2.GetLoadsResponse) -> SchedulerStats:
 
 
 def encode_report(report: RequestReport, now: float) -> scheduler_pb2.GetRequestResponse:
-    """Return the state of one request as GetRequest's answer. `now` is the current time in seconds, of the same clock
+    """Encode the state of one request as GetRequest's answer. `now` is the current time in seconds, of the same clock
     as the times in the report."""
     same = _common(report, scheduler_pb2.GetRequestResponse)
     same["state"] = scheduler_pb2.RequestState.Value(f"REQUEST_STATE_{report.state.upper()}")

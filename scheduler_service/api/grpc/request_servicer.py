@@ -78,7 +78,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
 
     def announce(self) -> None:
-        """Send the changed state of the server to the clients of all GenerateMany RPCs."""
+        """Send the server's state to the clients of all GenerateMany RPCs again, because the state has changed."""
         for call in self._shared_calls:
             call.announce()
 

@@ -164,8 +164,8 @@ class SchedulerLink:
     # Running
 
     async def run(self) -> None:
-        """Keep one GenerateMany RPC to the scheduler open until cancelled. If the RPC ends, fail its requests and
-        connect again."""
+        """Keep one GenerateMany RPC (a stream for all requests) to the scheduler open until cancelled. If the RPC ends,
+        fail its requests and connect again."""
         backoff = Backoff()
         while True:
             ended = await self._run_call()
@@ -198,7 +198,8 @@ class SchedulerLink:
         self._fail_all(message)
 
     async def _run_call(self) -> Ended:
-        """Connect to the scheduler, run one GenerateMany RPC until it ends, and return the reason of its end."""
+        """Connect to the scheduler and run one GenerateMany RPC (a stream for all requests) until it ends. Return the
+        reason of its end."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(await self._dialler.channel())
         call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(self._read_metadata()))
         client, is_held = GenerateManyClient(call, self._first_stream_id), False
