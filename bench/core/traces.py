@@ -169,7 +169,7 @@ def random_trace(seed: int) -> Trace:
     return Trace("random", block_size=0, shares_blocks=False, sessions=tuple(made))
 
 
-def run_operation(run: Run, folder: Path, limit: int | None) -> dict[str, Any]:
+def simulate(run: Run, folder: Path, limit: int | None) -> dict[str, Any]:
     """Simulate a trace and return its figures."""
     started_at = time.monotonic()
     limit = min(filter(None, (run.limit, limit)), default=None)
@@ -277,7 +277,7 @@ def measure(scenario: str, folder: Path, limit: int | None, jobs: int) -> dict[s
     runs = {run.name: run for run in SCENARIOS[scenario]()}
     done: dict[str, dict[str, Any]] = {}
     with ProcessPoolExecutor(jobs, max_tasks_per_child=1) as pool:
-        futures = {pool.submit(partial(run_operation, run, folder, limit)): name for name, run in runs.items()}
+        futures = {pool.submit(partial(simulate, run, folder, limit)): name for name, run in runs.items()}
         for future in as_completed(futures):
             name = futures[future]
             done[name] = future.result()

@@ -147,7 +147,7 @@ class Turns:
             async with self.turn(tenant, is_long=False):
                 return await on_thread(self._short_threads, partial(work, *args, **named))
 
-    async def run_operation(
+    async def run_in_turn(
         self, tenant: str, size: int, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
     ) -> _Result:
         """Call `work` and return its result. Work of at most PIECE_SIZE bytes runs on the event loop, and larger work

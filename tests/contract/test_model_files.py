@@ -95,8 +95,8 @@ def test_a_file_that_is_not_what_it_is_called_is_named(
     if max_bytes is not None:
         told = rf"{name} has {max_bytes + 1} bytes; the maximum is {max_bytes}: use the file"
         faults[told] = lambda: os.truncate(file, max_bytes + 1)
-    for told, fill_with_nan in faults.items():
-        fill_with_nan()
+    for told, corrupt in faults.items():
+        corrupt()
         for is_worker, reads in ((True, is_workers), (False, is_schedulers)):
             if not reads:
                 continue

@@ -53,11 +53,11 @@ async def test_a_long_piece_holds_up_no_short_one() -> None:
     long = asyncio.create_task(turns.run("a", PIECE_SIZE + 1, pieces.work, "long"))
     await asyncio.sleep(0)
     assert await turns.run("b", 1, str, "short") == "short"
-    assert await turns.run_operation("a", PIECE_SIZE, threading.get_ident) == threading.get_ident()
+    assert await turns.run_in_turn("a", PIECE_SIZE, threading.get_ident) == threading.get_ident()
     assert not long.done()
     pieces.may_go_on.set()
     assert await long == "long"
-    assert await turns.run_operation("a", PIECE_SIZE + 1, threading.get_ident) != threading.get_ident()
+    assert await turns.run_in_turn("a", PIECE_SIZE + 1, threading.get_ident) != threading.get_ident()
     turns.close()
 
 
@@ -131,8 +131,8 @@ async def test_pieces_on_the_event_loop_leave_turns_to_others() -> None:
     Between two pieces, the event loop runs other callbacks, however many calls arrive at once.
     """
     turns, done = turns_of(), list[str]()
-    flood = [asyncio.create_task(turns.run_operation("a", PIECE_SIZE, done.append, "a")) for _ in range(40)]
-    other = asyncio.create_task(turns.run_operation("b", PIECE_SIZE, done.append, "b"))
+    flood = [asyncio.create_task(turns.run_in_turn("a", PIECE_SIZE, done.append, "a")) for _ in range(40)]
+    other = asyncio.create_task(turns.run_in_turn("b", PIECE_SIZE, done.append, "b"))
     most = before = 0
     while not all(task.done() for task in flood):
         await asyncio.sleep(0)

@@ -106,7 +106,7 @@ class Output:
         assert delta.first_token == len(self.received), "S6: a token is missing, or came twice"
         self._take_prompt_logprobs(delta.prompt_logprobs)
         if self.client.request.beam is None:
-            self.sample_tokens(delta.token_ids)
+            self.add_tokens(delta.token_ids)
         else:
             assert not delta.token_ids or delta.end is not None, "S6: a token of a beam"
             self.received += delta.token_ids
@@ -120,7 +120,7 @@ class Output:
         assert self.end is not None, "S6: an end that the engine has not told"
         self._check_end(self.end, cumulative_logprob)
 
-    def sample_tokens(self, token_ids: Sequence[int]) -> None:
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
         assert self.end is None, "S6: a token after the end"
         request, sampling = self.client.request, self.client.request.sampling
         for token_id in token_ids:

@@ -44,4 +44,4 @@ class Reader:
             if token_ids is None:
                 client.active.process_output(record)
             else:
-                client.outputs[record.index].sample_tokens(token_ids)
+                client.outputs[record.index].add_tokens(token_ids)

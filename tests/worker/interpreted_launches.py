@@ -14,11 +14,11 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The copies that the interpreter makes itself are not recorded.
     """
-    run_operation = GridExecutor.__call__
+    call_executor = GridExecutor.__call__
 
     def launch(executor, *args, **kwargs):
         def kernel(*args):
-            run_operation(executor, *args, **kwargs)
+            call_executor(executor, *args, **kwargs)
 
         kernel.__name__ = executor.fn.__name__
         as_kernel(kernel)(*args)

@@ -86,7 +86,7 @@ def host_contents(cache: CacheEngine) -> list[int]:
     return contents(torch.stack([host_block(cache, block) for block in range(1, cache.num_host_blocks + 1)]))
 
 
-def run_operation(cache: CacheEngine, **columns: Any) -> None:
+def execute(cache: CacheEngine, **columns: Any) -> None:
     plan = StepPlan(1, 7, **columns)
     cache.check(plan)
     cache.move(plan)
@@ -97,7 +97,7 @@ def run_operation(cache: CacheEngine, **columns: Any) -> None:
 
 def test_moves_go_both_ways() -> None:
     cache = numbered_cache()
-    run_operation(
+    execute(
         cache,
         swap_out_device_blocks=(3, 4, 9),
         swap_out_host_blocks=(1, 2, 6),
@@ -110,14 +110,14 @@ def test_moves_go_both_ways() -> None:
 
 def test_all_reads_of_copies_come_before_the_writes() -> None:
     cache = numbered_cache()
-    run_operation(cache, copy_source_blocks=(1, 2, 3, 3, 9), copy_target_blocks=(2, 3, 1, 8, 10))
+    execute(cache, copy_source_blocks=(1, 2, 3, 3, 9), copy_target_blocks=(2, 3, 1, 8, 10))
     assert contents(cache.storage) == [0, 3, 1, 2, 4, 5, 6, 7, 3, 9, 9, 11, 12]
 
 
 def test_copies_read_what_moves_brought() -> None:
     cache = numbered_cache()
     columns = {"swap_in_host_blocks": (4,), "swap_in_device_blocks": (6,)}
-    run_operation(cache, copy_source_blocks=(6,), copy_target_blocks=(7,), **columns)
+    execute(cache, copy_source_blocks=(6,), copy_target_blocks=(7,), **columns)
     assert contents(cache.storage)[5:8] == [5, 104, 104]
 
 
@@ -135,7 +135,7 @@ def test_random_moves_and_copies(seed: int) -> None:
         in_sources = rng.choices(sorted(set(range(1, 21)).difference(out_targets)), k=num_in)
         in_targets = rng.sample(sorted(set(range(1, 31)).difference(out_sources)), num_in)
         copy_sources, copy_targets = rng.choices(range(1, 31), k=num_copies), rng.sample(range(1, 31), num_copies)
-        run_operation(
+        execute(
             cache,
             swap_out_device_blocks=tuple(out_sources),
             swap_out_host_blocks=tuple(out_targets),
@@ -202,8 +202,8 @@ def test_a_cache_of_fp8_is_half_as_large_and_moves_like_any() -> None:
     assert 2 * shape.block_bytes == SHAPE.block_bytes
     cache = CacheEngine(shape, 4, torch.device("cpu"), 2)
     cache.storage[1:] = torch.arange(1, 5)[:, None, None, None, None, None].to(shape.dtype)
-    run_operation(cache, swap_out_device_blocks=(2, 3), swap_out_host_blocks=(2, 1))
-    run_operation(
+    execute(cache, swap_out_device_blocks=(2, 3), swap_out_host_blocks=(2, 1))
+    execute(
         cache, swap_in_host_blocks=(2,), swap_in_device_blocks=(4,), copy_source_blocks=(3,), copy_target_blocks=(1,)
     )
     assert contents(cache.storage.float()) == [0, 3, 2, 3, 2]
@@ -219,10 +219,10 @@ def test_a_cache_of_int8_has_its_scales_in_the_blocks() -> None:
     keys, later_values = cache.layers[-1]
     later_values[3] = write_rows(written, shape.dtype)
     expected = read_rows(later_values[3].clone(), torch.float32)
-    run_operation(
+    execute(
         cache, swap_out_device_blocks=(3,), swap_out_host_blocks=(1,), copy_source_blocks=(3,), copy_target_blocks=(2,)
     )
-    run_operation(cache, swap_in_host_blocks=(1,), swap_in_device_blocks=(4,))
+    execute(cache, swap_in_host_blocks=(1,), swap_in_device_blocks=(4,))
     for block in (2, 4):
         assert torch.equal(read_rows(later_values[block], torch.float32), expected)
     cache.fill_with_nan([4, 3], 0, 1)

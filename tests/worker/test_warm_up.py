@@ -41,14 +41,14 @@ def variants(monkeypatch):
     """Return the set of launched kernels, each with its compiled argument types: see `kind_of`."""
     found = set()
     record_launches(monkeypatch)
-    run_operation = GridExecutor.__call__
+    call_executor = GridExecutor.__call__
 
     def launch(executor, *args, **kwargs):
         given = dict(zip(executor.arg_names, args, strict=False)) | kwargs
         constants = {name for name in given if name in executor.constexprs or name not in executor.arg_names}
         kinds = {name: value if name in constants else kind_of(value) for name, value in given.items()}
         found.add((executor.fn.__name__, str(sorted(kinds.items()))))
-        run_operation(executor, *args, **kwargs)
+        call_executor(executor, *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", launch)
     return found

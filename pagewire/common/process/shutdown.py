@@ -8,7 +8,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_MASK_WAIT_SHARE = 0.2  # seconds of draining before a log line reports it
+_QUIET_S = 0.2  # seconds of draining before a log line reports it
 
 
 def stop_at_signals(again: Callable[[int], None]) -> asyncio.Event:
@@ -44,7 +44,7 @@ async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, lim
     """
     logger.info("stopping")
     text = "requests are still running: waiting up to %g s for them; a second signal ends them at once"
-    promise = asyncio.get_running_loop().call_later(_MASK_WAIT_SHARE, logger.info, text, limit)
+    promise = asyncio.get_running_loop().call_later(_QUIET_S, logger.info, text, limit)
     ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (drained, stop_now.wait())]
     await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
     promise.cancel()

@@ -92,7 +92,7 @@ async def decode_in_turn(body: bytes, kind: type[_Request], tenant: str, turns: 
     bytes. For a body of at most PIECE_SIZE bytes, the size is the number of JSON values if that is larger. A large body
     is decoded on a thread that the tenants share in turn. Raises RefusedError if the body is invalid."""
     size = len(body) if len(body) > PIECE_SIZE else max(len(body), count_values(body))
-    return await turns.run_operation(tenant, size, decode_body, body, kind), size
+    return await turns.run_in_turn(tenant, size, decode_body, body, kind), size
 
 
 def decode_body(body: bytes, kind: type[_Request]) -> _Request:

@@ -162,7 +162,7 @@ async def without_media(
     """Return a chat request in which placeholder texts replace the images and files in tool results, because the model
     reads only text. Add a warning to the answer if anything was replaced."""
     warnings: set[str] = set()
-    messages = await intake.turns.run_operation(
+    messages = await intake.turns.run_in_turn(
         call.caller.tenant(request.tenant or ""),
         call.size,
         lambda: [_without_media(message, warnings) for message in request.messages],
@@ -205,9 +205,9 @@ async def read_chat(
     if request.verbosity not in (None, "medium") and "verbosity" not in template:
         stream.warn("verbosity is ignored: the chat template of the model does not read it")
     # Check the schemas first: rendering is expensive.
-    functions, left_out = await intake.turns.run_operation(tenant, call.size, functions_of, request, output)
+    functions, left_out = await intake.turns.run_in_turn(tenant, call.size, functions_of, request, output)
     prompt = await render_messages(request, call, intake)
-    asked, maker = await intake.turns.run_operation(tenant, call.size, _read, request, functions, prompt, call, intake)
+    asked, maker = await intake.turns.run_in_turn(tenant, call.size, _read, request, functions, prompt, call, intake)
     if left_out and asked.requests[0].request.grammar is not None:
         stream.warn(f"keywords in tool schemas that are not enforced: {', '.join(sorted(left_out))}")
     return asked, maker

@@ -129,7 +129,7 @@ async def read_completion(request: CompletionRequest, call: Call, intake: Intake
     """Convert the body of a `/v1/completions` call into generation requests, one for each prompt. Raises RefusedError
     if a field is invalid."""
     tenant, size = call.caller.tenant(request.tenant or ""), reading_size(request.prompt, call)
-    return await intake.turns.run_operation(tenant, size, _read, request, call, intake)
+    return await intake.turns.run_in_turn(tenant, size, _read, request, call, intake)
 
 
 def _read(request: CompletionRequest, call: Call, intake: Intake) -> DecodedCall:

@@ -74,9 +74,7 @@ async def read_detached(
         outputs: list[Any] = []
         for output in result.outputs:
             size = _BYTE_VALUES * output.ByteSize()
-            outputs.append(
-                Raw(await intake.turns.run_operation(named["tenant"], size, _encoded, output, texts, intake))
-            )
+            outputs.append(Raw(await intake.turns.run_in_turn(named["tenant"], size, _encoded, output, texts, intake)))
             await asyncio.sleep(0)  # let other tasks run
         failure = result.failure.message if result.HasField("failure") else UNSET
         return encode(DetachedAnswer(result.request_id, _STATES[result.state], outputs, failure))

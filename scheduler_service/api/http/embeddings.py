@@ -34,7 +34,7 @@ async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, mo
     tenant, size = call.caller.tenant(request.tenant or ""), reading_size(given, call)
     names = RequestNames("messages" if request.input is None else "input", embed="model")
     with names.translate_refusals():
-        requests = await intake.turns.run_operation(tenant, size, _read, request, given, drawn, call, intake.model)
+        requests = await intake.turns.run_in_turn(tenant, size, _read, request, given, drawn, call, intake.model)
     num_numbers = min(request.dimensions or intake.model.hidden_size, intake.model.hidden_size)
     size = num_numbers * _SHOWN_BYTES[request.encoding_format or "float"]
     asked = DecodedCall(requests, drawn, names, embedding_bytes=size)

@@ -103,7 +103,7 @@ class Simulation:
             network = (world.direct, world.before, world.between)[index]
             self.loop.call_later(time, network.cut, seconds)
         for time in scenario.bad_rows:
-            self.loop.call_later(time, world.worker.fill_with_nan)
+            self.loop.call_later(time, world.worker.corrupt)
         for time, seconds in scenario.losses:
             self.loop.call_later(time, world.worker.lose, seconds)
         clients = [Client(self, task) for task in (*scenario.tasks, *scenario.http_tasks)]

@@ -40,7 +40,7 @@ class Worker:
             self._step_loop.exchange.worker_lost("it was taken away")
             asyncio.get_running_loop().call_later(seconds, self.begin)
 
-    def fill_with_nan(self) -> None:
+    def corrupt(self) -> None:
         """Give one of the rows invalid logits."""
         if self._link is not None and (rows := self._link.machine.rows):
             row = rows[self._rng.choice(sorted(rows))]

@@ -178,7 +178,7 @@ async def _read(
 async def _in_turn(
     request: CountTokensRequest, call: Call, intake: Intake, work: Callable[..., _Result], *args: Any
 ) -> _Result:
-    return await intake.turns.run_operation(call.caller.tenant(request.tenant or ""), call.size, work, *args)
+    return await intake.turns.run_in_turn(call.caller.tenant(request.tenant or ""), call.size, work, *args)
 
 
 def message_usage(progress: PromptProgress) -> MessageUsage:

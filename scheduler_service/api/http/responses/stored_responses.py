@@ -268,9 +268,9 @@ class StoredResponses:
 
     async def in_turn(self, size: int, work: Callable[..., _Result], *args: Any) -> _Result:
         """Call `work` and return its result. If `size`, the cost of the work in bytes or JSON values, is large, `work`
-        runs on a thread that the tenants share in turn (see `Turns.run_operation`). Raises RefusedError if too much
+        runs on a thread that the tenants share in turn (see `Turns.run_in_turn`). Raises RefusedError if too much
         work is waiting."""
-        return await self._intake.turns.run_operation(self.tenant, size, work, *args)
+        return await self._intake.turns.run_in_turn(self.tenant, size, work, *args)
 
 
 def _unknown(response_id: str, field: str) -> RefusedError:
