@@ -80,8 +80,8 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def message_warnings(request: CountTokensRequest) -> list[str]:
-    """Return warnings for the client about the parts of a Messages request that the server ignores or replaces by
-    placeholders."""
+    """Return the warnings to send to the client of a Messages request. They list the parts of the request that the
+    server ignores or replaces by placeholders."""
     warnings = []
     if kinds := sorted({*map(_vendor_kind, request.tools or ())} - {""}):
         warnings.append(f"tools that run at Anthropic are left out: {', '.join(kinds)}")
@@ -104,15 +104,14 @@ def _vendor_kind(tool: MessagesTool) -> str:
 
 
 def _result_parts(blocks: Iterable[Any]) -> list[Any]:
-    """Return the parts (texts, images and so on) of all tool results in a message. `blocks` are the content blocks of
-    the message."""
+    """Return the parts (such as texts and images) of all tool results among the content blocks of a message."""
     contents = [block.content for block in blocks if isinstance(block, ToolResultBlock)]
     return [part for content in contents if isinstance(content, list) for part in content]
 
 
 def _is_continued(message: InputMessage) -> bool:
-    """Return whether the model continues this message, which is the last of the conversation, instead of beginning a
-    new one. The model continues an assistant message that has text and no tool calls."""
+    """Return whether the model continues the text of `message`, the last message of the conversation. Otherwise the
+    model begins a new message. The model continues an assistant message that has text and no tool calls."""
     content = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
     texts = [block.text for block in content if isinstance(block, TextBlock)]
     has_calls = any(isinstance(block, ToolUseBlock) for block in content)
@@ -121,8 +120,8 @@ def _is_continued(message: InputMessage) -> bool:
 
 def _tool(index: int, tool: MessagesTool) -> ToolField:
     """Convert a tool of the Messages API to a tool of chat completions. `index` is the tool's index in the request.
-    Raises RefusedError if the tool has no input schema, sets an option of a tool that runs on Anthropic's servers, or
-    forbids direct calls by the model."""
+    Raises RefusedError if the tool has no input schema or does not allow direct calls by the model. Raises RefusedError
+    also if the tool sets an option that only tools on Anthropic's servers have."""
     if tool.input_schema is None:
         field = f"tools[{index}].input_schema"
         raise invalid(field, f"{field} is not set; send the JSON Schema of the tool's input")
@@ -171,8 +170,8 @@ def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
 
 
 def _check_blocks(index: int, message: InputMessage) -> None:
-    """Raise RefusedError if a message contains a content block that its role does not allow, such as a tool call by the
-    user. `index` is the message's index in the request."""
+    """Check the types of the content blocks in a message. Raises RefusedError if the role of the message does not allow
+    a block, for example a tool call in a user message. `index` is the message's index in the request."""
     for position, block in enumerate(message.content):
         if not isinstance(block, str | _BLOCKS[message.role]):
             field = f"messages[{index}].content[{position}]"
@@ -183,8 +182,9 @@ def _check_blocks(index: int, message: InputMessage) -> None:
 
 
 def _question(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """Convert a user or system message of the Messages API to chat messages, and yield them. Each tool result becomes a
-    message of role `tool`. The texts between tool results keep the role of the original message."""
+    """Convert a user or system message of the Messages API to one or more chat messages, and yield them. Each tool
+    result becomes a message of role `tool`. The texts before, between and after tool results become messages with the
+    original role."""
     texts: list[dict[str, str]] = []
     for block in message.content:
         if isinstance(block, ToolResultBlock):
@@ -201,7 +201,8 @@ def _question(message: InputMessage) -> Iterator[dict[str, Any]]:
 
 
 def _text(block: ResultBlock) -> str:
-    """Return the text that represents a content block of a message in the prompt. An image becomes a placeholder."""
+    """Convert a content block of a message to the text that the prompt contains for it. An image becomes a placeholder
+    text."""
     match block:
         case ToolReferenceBlock():
             return f"Tool: {block.tool_name}"

@@ -22,9 +22,9 @@ _CLEARING, _COMPACTING = InputTokens(100_000), InputTokens(150_000)
 
 
 def check_edits(request: CountTokensRequest, num_prompt_tokens: int) -> None:
-    """Check the edits in a request's `context_management`, which Anthropic's servers apply to a long conversation.
-    Raise RefusedError if an edit would change this conversation, because this server edits no conversations.
-    `num_prompt_tokens` is the number of tokens in the prompt."""
+    """Check that the edits in a request's field `context_management` would not change the conversation. Anthropic's
+    servers apply such edits to long conversations; this server edits no conversations. Raises RefusedError if an edit
+    would change the conversation. `num_prompt_tokens` is the number of tokens in the prompt."""
     management = request.context_management or ContextManagement()
     for index, edit in enumerate(management.edits or ()):
         if _changes(edit, request, num_prompt_tokens):
@@ -38,8 +38,8 @@ def check_edits(request: CountTokensRequest, num_prompt_tokens: int) -> None:
 
 
 def _changes(edit: ClearThinking | ClearToolUses | Compact, request: CountTokensRequest, num_tokens: int) -> bool:
-    """Return whether Anthropic's servers would change the conversation of this request because of the edit.
-    `num_tokens` is the number of tokens in the prompt."""
+    """Return whether an edit would change the conversation of the request on Anthropic's servers. `num_tokens` is the
+    number of tokens in the prompt."""
     match edit:
         case ClearThinking():
             keep = edit.keep or _THINKING_TURNS

@@ -60,13 +60,13 @@ _Result = TypeVar("_Result")
 
 
 class MessageEvents:
-    """An event writer for Anthropic's Messages API. It converts the deltas (pieces of new output) of one generated
-    output into the events of a streamed message."""
+    """A converter from generated output to the events of a streamed message of Anthropic's Messages API. One object
+    converts the deltas (pieces of new output) of one output."""
 
     def __init__(self, parser: OutputParser, head: MessageAnswer, *, shows_thinking: bool) -> None:
         """Create the event writer for one message. `parser` splits the output into text, reasoning and tool calls.
-        `head` is the message at its start, without content. If `shows_thinking` is false, the reasoning is left out and
-        thinking blocks are empty."""
+        `head` is the message at its start, without content. If `shows_thinking` is false, the thinking blocks do not
+        contain the text of the reasoning."""
         self._parser = parser
         self._head = head
         self._shows_thinking = shows_thinking
@@ -76,8 +76,8 @@ class MessageEvents:
         self._has_calls = False
 
     def events_for(self, delta: Delta, progress: PromptProgress) -> Iterator[MessageEvent]:
-        """Yield the message events for a delta (a piece of new output). The first delta also yields `message_start`.
-        The last delta also yields `message_delta` and `message_stop`."""
+        """Convert a delta (a piece of new output) into message events and yield them. Before the events of the first
+        delta, yield `message_start`. After the events of the last delta, yield `message_delta` and `message_stop`."""
         if not self._has_begun:
             self._has_begun = True
             yield MessageStart(self._head)
@@ -139,8 +139,8 @@ async def answer_message(
             event_writer = MessageEvents(make_parser(), head, shows_thinking=not is_omitted)
 
             async def events_for(delta: Delta) -> list[MessageEvent]:
-                """Return the message events for a delta (a piece of new output). The events of a long text are made on
-                a thread that the tenants share in turn."""
+                """Convert a delta (a piece of new output) into message events. A long delta is converted on a thread,
+                which the tenants use in turn."""
                 return await progress.write(
                     progress.num_values(delta), lambda: list(event_writer.events_for(delta, progress))
                 )
@@ -163,10 +163,12 @@ async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake, 
 async def _read(
     request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream
 ) -> tuple[DecodedCall, ParserMaker]:
-    """Convert a Messages request into a generation request. Return the decoded call, and a function that makes parsers
-    for the outputs. Add warnings to the answer for the parts of the request that are ignored. If the model has no
-    reasoning, the thinking budget is ignored, because clients send a budget to every model. Raises RefusedError if the
-    request is invalid."""
+    """Convert a Messages request into a generation request. Add warnings to the answer for the parts of the request
+    that are ignored. If the model has no reasoning, the thinking budget is ignored, because clients send a budget to
+    every model. Raises RefusedError if the request is invalid.
+
+    Returns the decoded call with the generation request, and a function that creates an output parser.
+    """
     chat = await _in_turn(request, call, intake, chat_of, request)
     for text in await _in_turn(request, call, intake, message_warnings, request):
         stream.warn(text)
@@ -187,8 +189,8 @@ def message_usage(progress: PromptProgress) -> MessageUsage:
 
 
 def join_events(events: Iterable[MessageEvent]) -> MessageAnswer:
-    """Join the events of a streamed message into the whole message, and return the message. Raises ValueError if the
-    events have no `message_start`."""
+    """Build the complete message from the events of a streamed message. Raises ValueError if `events` contains no
+    `message_start`."""
     heads: list[ContentPart] = []
     texts: list[list[str]] = []
     message: MessageAnswer | None = None

@@ -111,7 +111,8 @@ class ToolResultBlock(Block, tag="tool_result", forbid_unknown_fields=True, froz
 
     @staticmethod
     def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
-        """Return the tool result with a placeholder text in place of each file, because the model reads only text."""
+        """Replace each file in a tool result by a placeholder text, because the model reads only text. Return the new
+        tool result."""
         match given:
             case {"content": list() as blocks}:
                 return {**given, "content": [*map(_without_file, blocks)]}
@@ -139,8 +140,8 @@ class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
 
     @staticmethod
     def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
-        """Return the message without the fields that only answers have, so that a client can send an answer back as a
-        message. Texts replace the content blocks of tools that ran on a vendor's servers."""
+        """Remove the fields of a message that only answers have, so that clients can send an answer back as a message.
+        Replace the content blocks of tools that ran on a vendor's servers by texts. Return the new message."""
         own = {
             name: value for name, value in given.items() if given.get("type") != "message" or name not in _OF_ANSWERS
         }
