@@ -33,7 +33,8 @@ _MAX_ESCAPE_CHARS = 6
 
 
 class CalledTool(NamedTuple):
-    """A tool that the model may call, with the name and namespace under which the client knows the tool."""
+    """A tool that the model may call. It contains the tool's name and namespace in the client's request, which differ
+    from the function name that the model uses."""
 
     name: str
     namespace: str | None = None
@@ -42,15 +43,15 @@ class CalledTool(NamedTuple):
 
 
 def function_name(name: str, namespace: str | None) -> str:
-    """Return the name of the function by which the model calls a tool. The name of a tool without a namespace is
-    unchanged; otherwise it becomes `namespace__name`."""
+    """Return the function name that the model uses to call a tool. For a tool in a namespace, it is `namespace__name`.
+    Otherwise it is the tool's own name."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def tool_fields(tools: Iterable[Tool], found: Iterable[Tool]) -> list[ToolField]:
-    """Return the functions that the prompt describes. These are the functions for `tools`, which the request lists. The
-    functions for `found`, tools that a tool search has found, follow if they have new names. Raises RefusedError if two
-    tools in `tools` have the same function name."""
+    """Return the functions that the prompt describes to the model. `tools` are the tools of the request, and `found`
+    are the tools that tool searches have found. A tool in `found` is left out if its function name occurs earlier.
+    Raises RefusedError if two tools in `tools` have the same function name."""
     fields: dict[str, ToolField] = {}
     for place, tool, namespace, preface in _callable_tools(tools):
         name = function_name(tool.name, namespace)
@@ -69,20 +70,20 @@ def _field(name: str, tool: FunctionTool | CustomTool, preface: str) -> ToolFiel
 
 
 def found_tools(conversation: Iterable[InputItem]) -> list[Tool]:
-    """Return the tools that earlier tool searches by the client have found. Their results are items of the
-    conversation."""
+    """Return the tools that earlier tool searches have found. The client runs these searches and sends their results as
+    items of the conversation."""
     return [tool for item in conversation if isinstance(item, ToolSearchResultItem) for tool in item.tools]
 
 
 def found_names(item: ToolSearchResultItem) -> list[str]:
-    """Return the function names of the tools that are listed in the result of a tool search."""
+    """Return the function names of the tools in the result of a tool search."""
     return [function_name(tool.name, namespace) for _, tool, namespace, _ in _callable_tools(item.tools)]
 
 
 def called_tools(tools: Iterable[Tool], found: Iterable[Tool]) -> dict[str, CalledTool]:
-    """Return the tools that the model may call, keyed by the function names that the model uses. `tools` are the
-    request's tools, and `found` are the tools that a tool search has found. If both have the same function name, the
-    tool in `tools` takes precedence."""
+    """Return the tools that the model may call, keyed by the function names that the model uses. `tools` are the tools
+    of the request, and `found` are the tools that tool searches have found. If a tool of each has the same function
+    name, the tool in `tools` is returned."""
     called = {
         function_name(tool.name, namespace): CalledTool(tool.name, namespace, isinstance(tool, CustomTool))
         for each in (found, tools)
@@ -94,7 +95,8 @@ def called_tools(tools: Iterable[Tool], found: Iterable[Tool]) -> dict[str, Call
 
 
 def tool_warnings(tools: Iterable[Tool]) -> Iterator[str]:
-    """Yield warnings for the client about tools that are ignored or whose grammars are not enforced."""
+    """Yield warnings to send to the client about its tools: the tools that the server ignores, and custom tools whose
+    grammars are not enforced."""
     left_out = {str(tool.__struct_config__.tag) for tool in tools if isinstance(tool, VendorTool)}
     if left_out:
         yield f"tools that run at the vendor are left out: {', '.join(sorted(left_out))}"
@@ -106,14 +108,14 @@ def tool_warnings(tools: Iterable[Tool]) -> Iterator[str]:
 
 
 def input_arguments(text: str) -> str:
-    """Return the JSON arguments with which the model calls a custom tool. A custom tool has one text as its input, so
-    the arguments are an object with the field `input`."""
+    """Return the JSON arguments of a function call that passes `text` to a custom tool. A custom tool has one text as
+    its input; the JSON object contains this text in the field `input`."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def input_of(arguments: str) -> str:
-    """Return the input text of a custom tool from the JSON arguments of the model's function call. The arguments may be
-    truncated JSON. If the arguments are no object with a text `input`, return the arguments unchanged."""
+    """Extract the input text of a custom tool from the JSON arguments of the model's function call. The arguments may
+    be incomplete JSON. If they are not an object with a text field `input`, return the arguments unchanged."""
     try:
         read = from_json(arguments)
     except ValueError:
@@ -126,8 +128,8 @@ def input_of(arguments: str) -> str:
 
 
 def _cut_text(escaped: str) -> str:
-    """Return the text of a JSON string whose end is missing. An incomplete escape at the end is dropped. `escaped` is
-    the content of the string without the quotes."""
+    """Decode the content of a JSON string whose end is missing. `escaped` is the content without the quotes. An
+    incomplete escape at the end is dropped."""
     for num_cut in range(min(len(escaped), _MAX_ESCAPE_CHARS) + 1):
         try:
             return str(json.loads(f'"{escaped[: len(escaped) - num_cut]}"', strict=False))
@@ -137,8 +139,9 @@ def _cut_text(escaped: str) -> str:
 
 
 def _callable_tools(tools: Iterable[Tool]) -> Iterator[tuple[str, FunctionTool | CustomTool, str | None, str]]:
-    """Yield each callable tool with its path in the request, its namespace, and a preface for its description. The
-    preface contains the description of the namespace. It is empty except for the first tool of a namespace."""
+    """Yield (path, tool, namespace, preface) for each tool that the model can call. The path is the place of the tool
+    in the request, such as `tools[0]`. The preface is a text for the beginning of the tool's description. For the first
+    tool of a namespace, it describes the namespace; otherwise it is empty."""
     for index, tool in enumerate(tools):
         match tool:
             case FunctionTool() | CustomTool():
@@ -156,8 +159,8 @@ def _search(tool: ToolSearchTool) -> FunctionTool:
 
 
 def _description(tool: FunctionTool | CustomTool, preface: str) -> str | None:
-    """Return the description that the prompt gives for a tool's function. It includes the preface and the grammar of a
-    custom tool. Return None if the tool has no description, no preface and no grammar."""
+    """Return the description of a tool in the prompt. It consists of the preface, the tool's own description and, for a
+    custom tool, its grammar. Return None if all of these are missing."""
     parts = [preface, tool.description]
     if isinstance(tool, CustomTool) and isinstance(tool.format, GrammarFormat):
         parts.append(f"The input matches this grammar ({tool.format.syntax}):\n{tool.format.definition}")

@@ -74,8 +74,9 @@ _KINDS = {
 
 
 def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> list[InputItem]:
-    """Return the input of a Responses request as conversation items with all fields set. An item without an id gets a
-    new id, and so does an item whose id occurs earlier or in `before`. Raises RefusedError if an item is invalid."""
+    """Convert the input of a Responses request to conversation items. Each item gets an id and a status if it has none.
+    If the id of an item occurs earlier in the input or in `before`, the item gets a new id. Raises RefusedError if an
+    item is invalid."""
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input or []
     typed = [_vendor_item_as_message({"type": "message", **_without_nulls(item)}) for item in given]
     kind = InputItems if type(request) is ResponsesRequest else lenient(InputItems)  # as the request was decoded
@@ -85,8 +86,8 @@ def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> lis
 
 
 def _vendor_item_as_message(item: dict[str, Any]) -> dict[str, Any]:
-    """Convert a conversation item of a tool that ran on a vendor's servers to a message that describes the item. Other
-    items are returned unchanged."""
+    """Convert the call or the result of a tool that ran on a vendor's servers to a message that describes it. `item` is
+    an item of the conversation. Other items are returned unchanged."""
     text = vendor_text(item)
     if not text:
         return item
@@ -95,8 +96,8 @@ def _vendor_item_as_message(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a JSON value without the object fields that are null, at any depth. The server treats a null field as
-    unset."""
+    """Return a copy of a JSON value without null fields, at any depth of nested objects. The server treats a null field
+    as unset."""
     match value:
         case dict():
             return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
@@ -146,8 +147,8 @@ def to_chat_request(request: ResponsesRequest, conversation: Iterable[InputItem]
 
 
 def warnings_of(request: ResponsesRequest, conversation: Iterable[InputItem]) -> list[str]:
-    """Return warnings for the client about the parts of a Responses request and its conversation that are ignored,
-    replaced by placeholders or not enforced."""
+    """Return the warnings to send to the client of a Responses request. They list the parts of the request and its
+    conversation that are ignored, replaced by placeholders or not enforced."""
     warnings = list(tool_warnings([*(request.tools or ()), *found_tools(conversation)]))
     results = [item.output for item in conversation if isinstance(item, FunctionResultItem | CustomResultItem)]
     parts = [part for output in results if isinstance(output, list) for part in output]
@@ -219,15 +220,19 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
 
 
 def _output_heading(item: FunctionResultItem) -> str:
-    """Return the first line of the user message for a tool output that does not answer a tool call. Such an output
-    becomes a user message, because many chat templates reject a tool message without a call."""
+    """Return the first line of the user message that contains the output of a tool that the model has not called. Such
+    an output becomes a user message, because many chat templates reject a tool message without a preceding tool
+    call."""
     return f"Output of {function_name(item.name, item.namespace) if item.name else 'a tool'}:"
 
 
 def _belongs_to_turn(answer: dict[str, Any], item: InputItem, last: InputItem | None) -> bool:
-    """Return whether a conversation item belongs to the assistant turn in `answer`. A turn consists of reasoning, then
-    text, then tool calls. A text whose phase is `commentary` may occur anywhere in a turn. `last` is the item before
-    `item`."""
+    """Return whether a conversation item is part of the current assistant turn, so that it can be added to the same
+    chat message. `answer` is the chat message up to now, and `last` is the item before `item`.
+
+    A turn consists of reasoning, then text, then tool calls. A text whose phase is `commentary` may occur anywhere in a
+    turn.
+    """
     is_within = isinstance(last, MessageItem) and last.phase == _IN_TURN
     match item:
         case FunctionCallItem() | CustomCallItem() | ToolSearchCallItem():
@@ -240,8 +245,8 @@ def _belongs_to_turn(answer: dict[str, Any], item: InputItem, last: InputItem | 
 
 
 def _add(answer: dict[str, Any], item: InputItem) -> None:
-    """Add a conversation item to the chat message of an assistant turn. In this message, content and reasoning are
-    lists of texts until `_joined` joins them."""
+    """Add a conversation item to `answer`, the chat message of an assistant turn. While the message is built, its
+    content and its reasoning are lists of texts. `_joined` joins these lists later."""
     match item:
         case MessageItem():
             answer["content"] += filter(None, [_text(item.content)])
@@ -253,8 +258,8 @@ def _add(answer: dict[str, Any], item: InputItem) -> None:
 
 
 def _joined(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the finished chat message of an assistant turn. Its content and its reasoning, which were lists of texts,
-    become single texts."""
+    """Finish the chat message of an assistant turn. Join the texts of its content, and the texts of its reasoning, into
+    one text each."""
     names = answer.keys() & {"content", "reasoning_content"}
     return answer | {name: "\n\n".join(answer[name]) for name in names}
 

@@ -52,8 +52,8 @@ class SummaryText(Struct, tag_field="type", tag="summary_text", forbid_unknown_f
 
 
 def _renamed(part: Any, kinds: tuple[str, ...], kind: str) -> Any:
-    """Return a part of a message's content. If its type is in `kinds`, the type becomes `kind`, and the fields
-    `annotations` and `logprobs` are removed."""
+    """Convert a part of a message's content to another type of part. If the part's type is in `kinds`, set its type to
+    `kind` and remove the fields `annotations` and `logprobs`. Otherwise return the part unchanged."""
     if _type(part) not in kinds:
         return part
     return {name: value for name, value in part.items() if name not in ("annotations", "logprobs")} | {"type": kind}
@@ -78,8 +78,8 @@ class MessageItem(
 
     @staticmethod
     def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with its content converted to the types of the Responses API. Chat completions use the
-        type `text`, which becomes `output_text` for the assistant and `input_text` for other roles."""
+        """Convert the content of a message from the format of chat completions to the format of the Responses API. The
+        part type `text` becomes `output_text` in assistant messages and `input_text` in other messages."""
         kind = "output_text" if given.get("role") == "assistant" else "input_text"
         match given:
             case {"content": list() as parts}:
@@ -129,8 +129,8 @@ class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fie
 
 
 def _result(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of a tool call with its text parts converted to the type `input_text`. A placeholder text
-    replaces each file, because the model reads only text."""
+    """Convert the parts of a tool result to the types of the Responses API. The type of a text becomes `input_text`. A
+    placeholder text replaces each file, because the model reads only text."""
     match given:
         case {"output": list() as parts}:
             parts = [_renamed(part, ("text", "output_text"), "input_text") for part in parts]
@@ -175,8 +175,9 @@ class CompactionItem(Item, tag_field="type", tag="compaction", forbid_unknown_fi
 
 
 def _unnest_fields(given: dict[str, Any], name: str) -> dict[str, Any]:
-    """Replace the nested object called `name` in a JSON object by the fields of that nested object, and return the new
-    object. If a field would then occur twice, return the object unchanged."""
+    """Move the fields of the nested object called `name` to the top level of a JSON object, and return the new object.
+    For example, `{"type": "t", name: {"a": 1}}` becomes `{"type": "t", "a": 1}`. If a field would then occur twice,
+    return the object unchanged."""
     inner, own = given.get(name), {key: value for key, value in given.items() if key != name}
     return {**own, **inner} if isinstance(inner, dict) and own.keys().isdisjoint(inner) else given
 
@@ -194,7 +195,8 @@ class FunctionTool(
 
     @staticmethod
     def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
-        """Convert a tool of chat completions, which has a nested object `function`, to a tool of the Responses API."""
+        """Convert a tool of chat completions to a tool of the Responses API. The fields of the nested object `function`
+        move to the top level. A tool of the Responses API is returned unchanged."""
         return _unnest_fields(given, "function")
 
 
@@ -339,16 +341,16 @@ class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", forbid_unk
 
     @staticmethod
     def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
-        """Convert a tool choice of chat completions, which has a nested object, to a tool choice of the Responses
-        API."""
+        """Convert a tool choice of chat completions to a tool choice of the Responses API. The fields of the nested
+        object `allowed_tools` move to the top level. A tool choice of the Responses API is returned unchanged."""
         return _unnest_fields(given, "allowed_tools")
 
 
 class SchemaFormat(NamedSchema, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
     @staticmethod
     def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
-        """Convert an output format of chat completions, which has a nested object `json_schema`, to a format of the
-        Responses API."""
+        """Convert an output format of chat completions to a format of the Responses API. The fields of the nested
+        object `json_schema` move to the top level. A format of the Responses API is returned unchanged."""
         return _unnest_fields(given, "json_schema")
 
 

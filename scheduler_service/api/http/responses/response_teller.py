@@ -40,8 +40,8 @@ _LAST_EVENTS = {"cancelled": "incomplete"}  # clients know no event "response.ca
 
 
 class ResponseEvents:
-    """An event writer for OpenAI's Responses API. It converts the deltas (pieces of new output) of one generated output
-    into the events of a response."""
+    """A converter from generated output to the events of OpenAI's Responses API. One object converts the deltas (pieces
+    of new output) of one output."""
 
     def __init__(
         self, parser: OutputParser, begun: ResponseAnswer, tools: Mapping[str, CalledTool], intake: Intake, tenant: str
@@ -66,15 +66,15 @@ class ResponseEvents:
         self._num_reported_logprobs = 0
 
     def begin(self) -> Iterator[ResponseEvent]:
-        """Yield the first events of a response. These are `response.created` and, for a response that is computed in
-        the background, `response.queued`."""
+        """Yield the first events of a response: `response.created`, and `response.queued` if the response is generated
+        in the background."""
         yield self._event("response.created", response=self._begun)
         if self._begun.status == "queued":
             yield self._event("response.queued", response=self._begun)
 
     async def events_for(self, delta: Delta) -> list[ResponseEvent]:
-        """Return the response events for a delta (a piece of new output). If the delta ends the output, the last event
-        contains the whole response."""
+        """Convert a delta (a piece of new output) into response events. If the delta ends the output, the last event
+        contains the complete response."""
         end, events = delta.end, []
         if not self._is_in_progress:
             self._is_in_progress = True
@@ -91,7 +91,8 @@ class ResponseEvents:
         return events
 
     def fail(self, message: str, code: ErrorCode = "server_error") -> Iterator[ResponseEvent]:
-        """Yield the last events of a response that has failed. `message` and `code` describe the error."""
+        """Yield the last events of a response that has failed. The events contain the error with this `message` and
+        `code`."""
         yield from self._tell_text("", is_last=True)
         yield from self._end("failed", error=ResponseError(code, message))
 
@@ -104,8 +105,8 @@ class ResponseEvents:
         yield self._event(f"response.{_LAST_EVENTS.get(status, status)}", response=response)
 
     def _text_events(self, delta: Delta) -> list[ResponseEvent]:
-        """Return the response events for the text of a delta. The first text event also contains the log-probabilities
-        of those tokens of the message that no earlier event has covered."""
+        """Convert the text of a delta (a piece of new output) into response events. The first text event also contains
+        the log-probabilities of the message's tokens that earlier events have not contained."""
         events = list(self._tell_text(delta.text, is_last=delta.end is not None))
         others = self._reasoning.others(delta) if self._parser.has_reasoning else delta
         self._logprobs += map(self._texts.chat_logprob, others.logprobs)
@@ -137,7 +138,7 @@ class ResponseEvents:
                 yield self._delta(_TEXT_DELTA, text, content_index=0, logprobs=[])
 
     def _call_of(self, tool: CalledTool) -> OutputItem:
-        """Return the output item for a tool call that begins now. The item has no arguments yet."""
+        """Create the output item for a tool call that the model has just begun. The arguments of the item are empty."""
         call_id = self._new_id("call")
         if tool.is_search:
             return ToolSearchOutput(self._new_id("tsc"), call_id, {}, "in_progress")
@@ -153,8 +154,8 @@ class ResponseEvents:
             yield self._of_item("response.content_part.added", item_id=item.id, content_index=0, part=_part(item, ""))
 
     def _close(self, status: str) -> Iterator[ResponseEvent]:
-        """Yield the events that end the current output item (a message, a reasoning text or a tool call), and mark the
-        item with `status`. Yield nothing if no item is open."""
+        """Finish the current output item (a message, a reasoning text or a tool call) with the given `status`, and
+        yield the events for its end. Yield nothing if there is no current item."""
         item, text = self._open, "".join(self._pieces)
         if item is None:
             return
@@ -197,8 +198,8 @@ class ResponseEvents:
         return ResponseEvent(kind, self._num_events - 1, **told)
 
     def _new_id(self, kind: str) -> str:
-        """Return the id for an output item of the response that begins now. `kind` is the id's prefix. The id is the
-        same whenever the events of this response are generated again."""
+        """Return an id for the next output item of the response. `kind` is the prefix of the id. The id is
+        deterministic: if the events of the response are generated again, the item gets the same id."""
         return f"{kind}_{self._name}_{len(self._items) + (self._open is not None)}"
 
     def _usage(self, end: SequenceEnd) -> ResponseUsage:

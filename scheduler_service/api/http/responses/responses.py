@@ -121,9 +121,9 @@ async def compact_conversation(
     model_name: str,
     stream: EventStream,
 ) -> bytes:
-    """Answer a call of `/v1/responses/compact`. Return the JSON of a compacted conversation, which consists of the
-    user's messages and a summary that the model writes. A client may send it in place of the original conversation.
-    Raises RefusedError if the request is invalid or refused, or the model wrote no summary."""
+    """Answer a call of `/v1/responses/compact`: let the model summarize a conversation. Return the JSON of the shorter
+    conversation, which consists of the user's messages and the summary. A client may send it in place of the original
+    conversation. Raises RefusedError if the request is invalid or refused, or if the model writes no summary."""
     if request.stream or request.background:
         field = "stream" if request.stream else "background"
         raise invalid(field, f"{field} is true, but a compacted conversation is returned as a whole; leave it unset")
@@ -158,8 +158,12 @@ async def _read(
     """Convert a Responses request into a generation request. `last` contains items to append to the conversation.
     Raises RefusedError if the request is invalid.
 
-    Returns the request with an id, the conversation without `last`, the call with the conversation's size in bytes, the
-    decoded call, and a function that makes output parsers. The id is random if the request has none.
+    Returns a tuple of:
+    - the request, with a random id if the client has set none;
+    - the items of the conversation, without `last`;
+    - the HTTP call, with the size of the conversation in bytes;
+    - the decoded call with the generation request;
+    - a function that creates an output parser.
     """
     request_id = request.request_id or secrets.token_hex(24)
     check_request_id(request_id)  # the ids of items contain it
@@ -172,10 +176,12 @@ async def _read(
 async def _conversation(
     request: ResponsesRequest, call: Call, stored: StoredResponses, stream: EventStream
 ) -> tuple[list[InputItem], Call]:
-    """Return all items of a request's conversation, and the call with the size of these items in bytes. The items are
-    the conversation of the previous response, if the request names one, and the request's input. Add warnings to the
-    answer for items that are ignored, replaced or not enforced. Raises RefusedError if an item is invalid or
-    unknown."""
+    """Collect the conversation of a Responses request: the items of the previous response, if the request names one,
+    and then the items of the request's input. Add warnings to the answer for items that are ignored, replaced or not
+    enforced. Raises RefusedError if an item is invalid or unknown.
+
+    Returns the items, and the HTTP call with the size of the items in bytes.
+    """
     conversation: list[InputItem] = []
     if request.previous_response_id:
         conversation, size = await stored.conversation(request.previous_response_id)

@@ -51,8 +51,8 @@ class ResponseRecord(Struct, frozen=True):
     prompt_end: str = ""  # determines whether the output begins with reasoning
 
     def encoded(self) -> bytes:
-        """Return the JSON of the record. Raises RefusedError if the record exceeds the limit on the number of bytes or
-        the limit on the number of JSON values."""
+        """Return the JSON of the record, which the scheduler stores. Raises RefusedError if the record has too many
+        bytes or too many JSON values."""
         record = encode(self)
         if len(record) > _RECORD_BYTES:
             advice = "store: false" if self.request is None else "store: false without background"
@@ -74,10 +74,10 @@ _decode_record = msgspec.json.Decoder(ResponseRecord).decode
 
 
 class StoredResponses:
-    """The stored responses of one tenant. The object is created for one HTTP call."""
+    """Access to the stored responses of one tenant, for one HTTP call. The scheduler stores the responses."""
 
     def __init__(self, tenant: str | None, call: Call, intake: Intake, forward: Forward) -> None:
-        """Give one HTTP call access to the stored responses of a tenant. `forward` sends RPCs to the scheduler. Raises
+        """Create the access to the stored responses of a tenant. `forward` sends RPCs to the scheduler. Raises
         RefusedError if the caller may not use `tenant`."""
         self.tenant = call.caller.tenant(tenant or "")
         self._call = call
@@ -86,7 +86,8 @@ class StoredResponses:
 
     async def keep(self, record: ResponseRecord) -> ResponseAnswer:
         """Store a finished response in the scheduler, and return the response. If the response cannot be stored, log a
-        warning and return the response with `store` set to false, so that the computed output is not lost."""
+        warning and return the response with its field `store` set to false. The client then still gets the generated
+        output."""
         named = {"request_id": record.response.id.removeprefix(ID_PREFIX), "tenant": self.tenant}
         try:
             encoded = await self.in_turn(self._call.size, record.encoded)
@@ -100,9 +101,9 @@ class StoredResponses:
     async def begin(
         self, request: ResponsesRequest, record: ResponseRecord, asked: DecodedCall, stream: EventStream
     ) -> bytes | None:
-        """Submit a background response, which is computed even if the client disconnects. Return the JSON of the
-        response at its start, or None if its events were sent as a stream. Raises RefusedError if the request is
-        invalid or refused."""
+        """Submit a background response, which is generated even if the client disconnects. Return the JSON of the
+        response without output. If `request.stream` is set, send the events of the response as a stream and return
+        None. Raises RefusedError if the request is invalid or refused."""
         record = msgspec.structs.replace(record, request=msgspec.structs.replace(request, input=""))
         with asked.names.translate_refusals():
             encoded = await self.in_turn(self._call.size, record.encoded)
@@ -114,9 +115,9 @@ class StoredResponses:
         return None
 
     async def conversation(self, response_id: str) -> tuple[list[InputItem], int]:
-        """Return the conversation up to and including a stored response, and the size of the stored record in bytes. A
-        request with this `previous_response_id` continues the conversation. Raises RefusedError if the response is
-        unknown or has not completed."""
+        """Return the conversation that a request with this `previous_response_id` continues, and the size of the stored
+        record in bytes. The conversation ends with the output of the stored response. Raises RefusedError if the
+        response is unknown or has not completed."""
         record, result = await self._find(response_id, "previous_response_id")
         response = await self._response(record, result)
         if response.status not in ("completed", "incomplete"):
@@ -128,8 +129,9 @@ class StoredResponses:
         return [*record.input, *items], len(result.record)
 
     async def items(self, ids: set[str]) -> dict[str, bytes]:
-        """Return the JSON of conversation items, keyed by the item's id. The items are inputs or outputs of stored
-        responses. Raises RefusedError if an item is unknown, or if the ids refer to more than 1024 responses."""
+        """Find conversation items by their ids. The items are inputs or outputs of stored responses. Return the JSON of
+        each item, keyed by its id. Raises RefusedError if an item is unknown, or if the ids belong to more than 1024
+        responses."""
         names = {_ITEM_PLACE.sub("", each.partition("_")[2]) for each in ids}
         if len(names) > _MAX_NAMED:
             raise invalid("input", f"input refers to items of {len(names)} responses, at most {_MAX_NAMED} are allowed")
@@ -148,9 +150,9 @@ class StoredResponses:
         return encode(await self._response(*await self._find(response_id)))
 
     async def show(self, query: ResponseQuery, stream: EventStream) -> bytes | None:
-        """Return the JSON of a stored response in its current state. If `query.stream`, send the response's events from
-        the beginning and return None. Raises RefusedError if the response is unknown, or if events are requested and
-        the response was not computed in the background."""
+        """Return the JSON of a stored response in its current state. If `query.stream` is set, send all events of the
+        response instead, from the first, and return None. Raises RefusedError if the response is unknown. Raises
+        RefusedError also if `query.stream` is set and the response was not generated in the background."""
         if not query.stream:
             return await self.read(query.response_id)
         record, _ = await self._find(query.response_id)
@@ -160,8 +162,8 @@ class StoredResponses:
         return None
 
     async def cancel(self, response_id: str) -> bytes:
-        """Abort a background response, wait for its end and return its JSON. Raises RefusedError if the response is
-        unknown or is not computed in the background."""
+        """Abort a background response, wait until it has ended, and return its JSON. Raises RefusedError if the
+        response is unknown or is not a background response."""
         record, result = await self._find(response_id)
         if record.request is None:
             raise invalid("response_id", f"the response {response_id!r} was not made in background; it has ended")
@@ -176,15 +178,15 @@ class StoredResponses:
         return await self.read(response_id)
 
     async def delete(self, response_id: str) -> bytes:
-        """Delete a stored response, and abort it if it is still being computed. Return the JSON that confirms this.
-        Raises RefusedError if the response is unknown."""
+        """Delete a stored response. If it is still being generated, abort it. Return the JSON that confirms the
+        deletion. Raises RefusedError if the response is unknown."""
         await self._find(response_id)
         await self._ask("DeleteResult", scheduler_pb2.DeleteResultRequest, response_id, "response_id")
         return encode(DeletedResponse(response_id))
 
     async def input_items(self, query: InputItemsQuery) -> bytes:
-        """Return the JSON of a page of a response's input items. `query` contains the order, the page size and the item
-        that precedes the page. Raises RefusedError if the response or this item is unknown."""
+        """Return the JSON of one page of a response's input items. `query` contains the order, the page size, and the
+        id of the item that precedes the page. Raises RefusedError if the response or that item is unknown."""
         record, _ = await self._find(query.response_id)
         items = record.input if query.order == "asc" else record.input[::-1]
         ids = [item.id for item in items]
@@ -199,8 +201,9 @@ class StoredResponses:
         return encode(InputItemList(page, first, last, len(page) < len(items)))
 
     async def _find(self, response_id: str, field: str = "response_id") -> tuple[ResponseRecord, Any]:
-        """Return the stored record of a response, and the scheduler's result of its request. `field` is the request
-        field that contains the id, for errors. Raises RefusedError if the response is unknown."""
+        """Load the stored data of a response from the scheduler. Return the record of the response, and the scheduler's
+        message about the state and output of its generation request. `field` is the request field that contains the id,
+        for errors. Raises RefusedError if the response is unknown."""
         result = await self._ask("GetResult", scheduler_pb2.GetResultRequest, response_id, field)
         with contextlib.suppress(msgspec.MsgspecError):  # a record of another kind
             record = await self.in_turn(len(result.record), _decode_record, result.record)
@@ -209,9 +212,9 @@ class StoredResponses:
         raise _unknown(response_id, field)
 
     async def _ask(self, method: str, kind: Any, response_id: str, field: str) -> Any:
-        """Send an RPC about the generation request of a response to the scheduler, and return the scheduler's answer.
-        Raises RefusedError if the response is unknown. The error does not reveal whether another tenant has a response
-        with this id."""
+        """Send an RPC about a response to the scheduler, and return the scheduler's answer. Raises RefusedError if the
+        tenant has no response with this id. The error is the same if another tenant has such a response, so it reveals
+        nothing about other tenants."""
         prefix, request_id = response_id[: len(ID_PREFIX)], response_id[len(ID_PREFIX) :]
         if prefix != ID_PREFIX:
             raise _unknown(response_id, field)
@@ -257,7 +260,8 @@ class StoredResponses:
     def event_writer(
         self, make_parser: ParserMaker, record: ResponseRecord, request: ResponsesRequest
     ) -> ResponseEvents:
-        """Return a new writer of the events of a response. `record` contains the response at its start."""
+        """Create a converter from generated output to the events of a response. `make_parser` creates the output
+        parser. `record` contains the response without output."""
         tools = called_tools(request.tools or (), found_tools(record.input))
         return ResponseEvents(make_parser(), record.response, tools, self._intake, self.tenant)
 
@@ -267,8 +271,8 @@ class StoredResponses:
         return self.event_writer(parser_maker(chat, record.prompt_end, self._intake), record, record.request)
 
     async def in_turn(self, size: int, work: Callable[..., _Result], *args: Any) -> _Result:
-        """Call `work` and return its result. If `size`, the cost of the work in bytes or JSON values, is large, `work`
-        runs on a thread that the tenants share in turn (see `Turns.run_in_turn`). Raises RefusedError if too much
+        """Call `work` and return its result. `size` is the cost of the work in bytes or JSON values. If it is large,
+        run `work` on a thread, which the tenants use in turn (see `Turns.run_in_turn`). Raises RefusedError if too much
         work is waiting."""
         return await self._intake.turns.run_in_turn(self.tenant, size, work, *args)
 
