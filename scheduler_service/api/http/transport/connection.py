@@ -76,8 +76,8 @@ class Listener(socket.socket):
 
     def accept(self) -> "tuple[_Accepted, Any]":
         """Accept a new connection, as `socket.accept` does, and return its socket and its address. Raises
-        ConnectionAbortedError if there are too many connections and all others are SERVING. Raises BlockingIOError at
-        every 16th call, so that asyncio stops accepting and runs other tasks."""
+        ConnectionAbortedError if there are too many connections and the server is answering requests on all others.
+        Raises BlockingIOError at every 16th call, so that asyncio stops accepting and runs other tasks."""
         self._num_tries = (self._num_tries + 1) % _ACCEPTED_IN_A_ROW
         if self._num_tries == 0:
             raise BlockingIOError("other tasks run first")
@@ -90,14 +90,15 @@ class Listener(socket.socket):
         return connection, address
 
     def set_use(self, descriptor: int, use: Use) -> None:
-        """Record the state of a connection. Do nothing if the listener has already ended the connection. `descriptor`
-        is the file descriptor of the connection's socket."""
+        """Record the new state of a connection. Do nothing if the listener has already ended the connection.
+        `descriptor` is the file descriptor of the connection's socket."""
         held = self._pop(descriptor)
         if held is not None:
             self._connections[use][descriptor] = held
 
     def remove(self, descriptor: int) -> None:
-        """Record that the connection with this file descriptor is closed."""
+        """Record that a connection is closed, so that the listener can accept another one. `descriptor` is the file
+        descriptor of the connection's socket."""
         self.num_open -= 1
         self._pop(descriptor)
 
@@ -106,9 +107,9 @@ class Listener(socket.socket):
         return next((each for each in found if each is not None), None)
 
     def _end_one_connection(self) -> bool:
-        """End one connection to make room for a new one, and return True. The connection has the lowest `Use`, and has
-        been in that state for longest. It is shut down for reading, so the server sees it as closed by the client.
-        Return False if all connections are SERVING."""
+        """End an open connection to make room for a new one, and return True. Choose the connection with the lowest
+        `Use`; among these, the connection that has been in that state for longest. Its socket is shut down for reading,
+        so the server treats it as closed by the client. Return False if all connections are SERVING."""
         for use, connections in self._connections.items():
             if connections and use is not Use.SERVING:
                 with suppress(OSError):  # the client has closed it already
@@ -131,18 +132,18 @@ class _Accepted(socket.socket):
 
 
 class UnreadAnswers:
-    """A limit on the memory of answers that clients have not read yet. If all unread answers exceed MAX_UNREAD_BYTES,
-    the server aborts connections of the tenant with the most unread bytes, beginning with the oldest answer.
-    Connections of other tenants are not affected."""
+    """A limit on the memory of HTTP answers that clients have not read yet. If all unread answers exceed
+    MAX_UNREAD_BYTES, the server aborts connections of the tenant with the most unread bytes, those with the oldest
+    answers first. Connections of other tenants are not affected."""
 
     def __init__(self) -> None:
         self._unread: dict[Callable[[], None], tuple[str, int]] = {}  # (tenant, bytes); oldest first
         self._num_bytes: Counter[str] = Counter()  # by tenant
 
     async def send(self, send: Send, scope: Scope, message: Message) -> None:
-        """Send an ASGI message, which is a part of an HTTP answer. A large body is sent in pieces of 64 KiB. Each piece
-        waits until the client has read enough of the previous pieces. Otherwise the transport would copy the whole
-        body, and a TLS transport would count the body as read."""
+        """Send an ASGI message, which contains a part of an HTTP answer. A large body is sent in pieces of 64 KiB, and
+        each piece waits until the client has read enough of the earlier pieces. Without the pieces, the transport would
+        copy the whole body, and a TLS transport would treat the body as read."""
         body = memoryview(message.get("body", b""))
         if len(body) <= _PIECE_BYTES:
             await send(message)
@@ -177,8 +178,8 @@ class UnreadAnswers:
 
 
 class _Timer:
-    """A timer that calls a function once after a delay. Setting the timer again or stopping it cancels the earlier
-    delay."""
+    """A timer that calls a function once after a delay. Only one delay is active: setting the timer again replaces it,
+    and stopping the timer cancels it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -221,32 +222,32 @@ class _Flow(FlowControl):
 class _Answer:
     """The HTTP answer to one request.
 
-    An answer to HTTP/1.0 is not chunked; it ends when the connection closes.
+    An answer to an HTTP/1.0 request is not chunked. It ends when the connection closes.
 
-    A client that has closed its sending half may be gone, or may still read the answer. To find out, the first bytes of
-    the answer are written early, one at a time. A client that is gone resets the connection, and the next write detects
-    the reset.
+    If a client has closed its sending half of the connection, the server cannot know whether the client has gone or
+    still reads. To find out, the server writes the first bytes of the answer early, one at a time. If the client has
+    gone, its host resets the connection, and the next write detects the reset.
     """
 
     def __init__(self, cycle: Cycle, loop: asyncio.AbstractEventLoop) -> None:
-        """Create the answer to one HTTP request. `cycle` is the object in which uvicorn keeps the state of this request
-        and its response. `loop` runs the timers."""
+        """Create the answer to one HTTP request. `cycle` is uvicorn's object for this request and its response. `loop`
+        runs the timer of the early writes."""
         self.cycle = cycle
         self._num_probes = 0  # number of bytes written early
         self._probe_timer = _Timer(loop)
 
     @property
     def is_owed(self) -> bool:
-        """Whether the HTTP request has arrived completely and its answer is not complete yet."""
+        """True if the server has received the whole HTTP request and has not completed its answer yet."""
         return not self.cycle.response_complete and not self.cycle.more_body
 
     async def serve(self, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
         await app(scope, receive, self._send)
 
     async def _send(self, message: Any) -> None:
-        """Send an ASGI message with a part of the answer. If the answer ends while the client is still sending its
-        request body, close only the sending half of the connection. A full close would reset the connection, and the
-        reset could reach the client before the answer."""
+        """Send an ASGI message, which contains a part of the answer. If the answer is complete before the client has
+        sent its whole request body, close only the sending half of the connection. A full close would reset the
+        connection, and the client might see the reset before it has read the answer."""
         cycle, transport = self.cycle, self.cycle.transport
         is_old = cycle.scope["http_version"] == "1.0"
         if message["type"] == "http.response.start":
@@ -277,8 +278,8 @@ class _Answer:
         self._probe_timer.set(seconds, self._probe, 3 * seconds)
 
     def _probe(self, seconds: float) -> None:
-        """Write the next byte of the answer's status line early, to detect whether the client is gone. Do nothing if
-        the answer has begun. `seconds` is the delay before the next probe."""
+        """Write one more byte of the status line before the answer is ready, to detect whether the client has gone. Do
+        nothing if the answer has begun. `seconds` is the delay before the next such byte."""
         if self.cycle.response_started:
             return
         if self.is_owed:
@@ -292,8 +293,9 @@ class _Answer:
 
 
 class HttpConnection(UvicornConnection):
-    """A connection of the HTTP server. It extends uvicorn's connection with limits on the size of a request's head, on
-    silent clients, and on requests that arrive ahead of the current one."""
+    """A connection of the HTTP server. It extends uvicorn's connection with three limits: on the size of a request's
+    head, on the time that a client may be silent, and on the bytes that a client sends before its current request is
+    answered."""
 
     flow: _Flow
     _num_body_bytes = 0  # missing bytes of the body, by its Content-Length
@@ -306,7 +308,7 @@ class HttpConnection(UvicornConnection):
 
     def __init__(self, *args: Any, listener: Listener, **kwargs: Any) -> None:
         """Create a connection. `listener` is the listening socket that has accepted the connection. The other arguments
-        go to uvicorn's class."""
+        are passed to uvicorn's class."""
         super().__init__(*args, **kwargs)
         self._listener = listener
         self._timer = _Timer(self.loop)  # ends a silent connection
@@ -337,10 +339,13 @@ class HttpConnection(UvicornConnection):
             self._parse()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep the connection open after the client has closed its sending half. The connection stays
-        open while answers are owed or received bytes are not parsed. A TLS connection is closed, because asyncio
-        supports no half-closed TLS connections. A client that is gone looks the same as a client that still reads,
-        until something is written to the connection."""
+        """Called when the client has closed its sending half of the connection. Return whether the server keeps the
+        connection open.
+
+        The server keeps it open while a complete request has no complete answer, or received bytes are not parsed. The
+        client may have gone, or may still read answers; only a write to the connection can detect this. A TLS
+        connection is always closed, because asyncio does not support half-closed TLS connections.
+        """
         self._is_half_closed = True
         if self._answer is not None:
             self._answer.probe_later()
@@ -412,8 +417,8 @@ class HttpConnection(UvicornConnection):
             )
 
     def _parse(self) -> None:
-        """Parse the received bytes as HTTP requests. Stop at a request that arrives before the previous request is
-        answered; its bytes are kept. After 16 pieces of data, other tasks run before the parsing goes on."""
+        """Parse the received bytes as HTTP requests. If a request arrives before the previous request is answered, keep
+        its remaining bytes for later. After 16 pieces of data, let other tasks run before parsing more."""
         if self._parses_later:
             return
         for _ in range(_PIECES_IN_A_ROW):
@@ -455,9 +460,9 @@ class HttpConnection(UvicornConnection):
                 self._refuse(None)
 
     def _refuse(self, cause: BaseException | None) -> None:
-        """Stop reading requests, and close the connection after its owed answers are sent. If no answer is owed and no
-        answer is partly sent, send a JSON error first. The error is `cause` if `cause` is an HttpRefusal. Otherwise the
-        error has status 400 for an invalid HTTP request."""
+        """End the connection after an invalid HTTP request: stop reading, send the remaining answers, and close the
+        connection. If no complete request waits for its answer, and no answer has been sent in part, send a JSON error
+        first. If `cause` is an HttpRefusal, it is the error. Otherwise the error has status 400."""
         self.flow.ignores_input = True
         self._received.clear()
         self._timer.stop()
@@ -478,7 +483,8 @@ class HttpConnection(UvicornConnection):
         self.transport.close()
 
     def _owes_answer(self) -> bool:
-        """Return whether a request on this connection has arrived completely and its answer is not complete yet."""
+        """Return whether the server has received a whole HTTP request on this connection and has not completed its
+        answer yet."""
         return self._answer is not None and self._answer.is_owed
 
     def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:
@@ -494,8 +500,8 @@ class HttpConnection(UvicornConnection):
             raise HttpParserError("the head is too long")
 
     def _end(self) -> None:
-        """Close the connection because its client has been silent for too long. If received data is not parsed yet, try
-        again after HEAD_TIMEOUT_S seconds. If the client does not read its answer, abort the connection."""
+        """Close the connection of a client that has been silent for too long. If earlier data has not been parsed yet,
+        check again after HEAD_TIMEOUT_S seconds. If the client has not read its answer, abort the connection."""
         if self.flow.read_paused or self._received:  # earlier requests are not answered yet
             self._timer.set(HEAD_TIMEOUT_S, self._end)
         elif self.transport.get_write_buffer_size():
@@ -505,9 +511,9 @@ class HttpConnection(UvicornConnection):
 
 
 def _check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Check the head of an HTTP request, and return the request's target as a path. If the target is a URL, return only
-    the URL's path, and replace the Host header in `headers` by the URL's host. Raises HttpRefusal if RFC 9112 forbids
-    the head or the HTTP version is not supported."""
+    """Validate the head of an HTTP request, and return the path that it requests. If the request line contains a full
+    URL, return the URL's path, and replace the Host header in `headers` by the URL's host. Raises HttpRefusal if RFC
+    9112 forbids the head, or if the HTTP version is not supported."""
     if version not in ("1.0", "1.1"):
         raise HttpRefusal(505, f"HTTP/{version} is not supported; send HTTP/1.1")
     codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]

@@ -41,20 +41,20 @@ class EventStream:
 
     @property
     def warning_headers(self) -> dict[str, str]:
-        """The HTTP header `warning` with the warnings for the client, or an empty dict if there are no warnings. The
-        header belongs to streamed and to whole answers."""
+        """The HTTP header `warning`, which contains the warnings for the client. An empty dict if there are no
+        warnings. Streamed answers and other answers have this header."""
         return {"warning": ", ".join(self._warnings)} if self._warnings else {}
 
     def warn(self, text: str) -> None:
-        """Log a warning and add it to the `warning` header of the answer. If the answer has begun, its headers are
-        already sent and the client does not get the warning. `text` must be ASCII without quotes, and its length must
-        not depend on the request."""
+        """Log a warning, and add it to the `warning` header of the answer. If the answer has begun, its headers are
+        already sent, so the client does not get the warning. `text` must be ASCII without quotes. Its length must not
+        depend on the request."""
         logger.warning("a request was answered with a warning: %s", text)
         self._warnings.append(f'299 - "{text}"')
 
     async def send_event(self, message: bytes, name: str = "") -> None:
-        """Send one server-sent event with the data `message`. `name` is used only in streams with named events. Return
-        when the client has read enough for the next event to be sent."""
+        """Send one server-sent event, and wait until the client has read enough for another event. `message` is the
+        data of the event. `name` is sent only if the events of this stream have names."""
         named = b"event: %b\n" % name.encode() if self.is_named else b""
         await self._write(b"%bdata: %b\n\n" % (named, message))
 
@@ -64,8 +64,8 @@ class EventStream:
         await self._write(b"" if self.is_named else _END, is_last=True)
 
     async def break_silence(self) -> None:
-        """Send an SSE comment if the stream is kept alive and nothing was sent for SILENCE_S seconds. The comment keeps
-        proxies from closing the connection. Send nothing while an earlier event waits for the client to read."""
+        """Send an SSE comment if nothing was sent for SILENCE_S seconds, so that proxies do not close the connection.
+        Do nothing if the stream is not kept alive, or if an earlier event still waits for the client to read."""
         if self.is_kept_alive and not self._turn.locked() and time.monotonic() - self._told_at >= SILENCE_S:
             await self._write(_COMMENT)
 
@@ -81,9 +81,9 @@ class EventStream:
 
 @contextlib.asynccontextmanager
 async def while_connected(scope: Scope, receive: Receive, *, is_streamed: bool) -> AsyncIterator[EventStream]:
-    """Return a context manager that yields the event stream of an HTTP call, and that cancels its block if the client
-    disconnects. If `is_streamed`, SSE comments keep the connection alive while the block sends nothing. Raises
-    HttpRefusal with status 499 after a disconnect."""
+    """Return a context manager that runs its `with` block only while the client is connected, and yields the event
+    stream of the HTTP call. If the client disconnects, cancel the block and raise HttpRefusal with status 499. If
+    `is_streamed`, send SSE comments to keep the connection alive while the block sends nothing."""
     task = asyncio.current_task()
     assert task is not None
 

@@ -30,13 +30,13 @@ _CLOSE_TIMEOUT_S = 2
 
 
 class HttpServer:
-    """An HTTP server that listens on one port and passes each HTTP call to the routes of the API. If a route raises an
-    exception, the server sends an error answer in its place."""
+    """An HTTP server that listens on one port and passes each HTTP call to the API's routes. If a route raises an
+    exception, the client gets an error answer."""
 
     def __init__(self, host: str, port: int, tls: TlsFiles | None, admission: CallAdmission, routes: ASGIApp) -> None:
-        """Create an HTTP server and bind its port. `routes` is the ASGI application that serves the calls. If it raises
-        RefusedError or HttpRefusal, the client gets an error answer. `tls` names the files of the server's certificate,
-        or is None for plain HTTP. Raises OSError if the port cannot be bound."""
+        """Create an HTTP server and bind its port. `routes` is the ASGI application that answers the calls. If it
+        raises an exception, the client gets an error answer. `tls` contains the paths of the server's certificate
+        files, or is None for plain HTTP. Raises OSError if the port cannot be bound."""
         self._admission = admission
         self._routes = routes
         self._streams: set[EventStream] = set()  # of the calls in progress
@@ -82,8 +82,9 @@ class HttpServer:
             await serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one HTTP call as an ASGI application. A call whose Host header is not allowed gets an error with status
-        403. CORS preflight requests of browsers are served too."""
+        """Serve one HTTP call as an ASGI application. If the Host header of the call is not allowed, answer with an
+        error of status 403. CORS preflight requests, which browsers send for web pages of other origins, are answered
+        if origins are allowed."""
         send = partial(_send_named, send, f"req_{secrets.token_hex(12)}".encode())
         # If a header occurs several times, use the first value.
         scope["header_values"] = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
@@ -128,8 +129,8 @@ class _Server(uvicorn.Server):
 
 
 async def _send_named(send: Send, call_id: bytes, message: Message) -> None:
-    """Send an ASGI message with a part of an answer. The headers of the answer get the id of the HTTP call as
-    `x-request-id`, for OpenAI's clients, and as `request-id`, for Anthropic's clients."""
+    """Send an ASGI message, which contains a part of an answer. Add the id of the HTTP call to the headers of the
+    answer: as `x-request-id` for OpenAI's clients, and as `request-id` for Anthropic's clients."""
     if message["type"] == "http.response.start":
         names = [(b"x-request-id", call_id), (b"request-id", call_id)]
         message = {**message, "headers": [*message["headers"], *names]}
@@ -139,8 +140,8 @@ async def _send_named(send: Send, call_id: bytes, message: Message) -> None:
 async def _refuse(
     refused: RefusedError | HttpRefusal, stream: EventStream, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Answer an HTTP call with an error. If the answer's event stream has begun, send the error as the last event.
-    Otherwise send an error answer with its HTTP status."""
+    """Report an error to the client of an HTTP call. If the event stream of the answer has begun, send the error as its
+    last event. Otherwise send an error answer with the HTTP status of the error."""
     if stream.has_begun:
         await stream.send_event(encode(error_answer(refused, scope["path"])), "error")
         await stream.end()
@@ -149,16 +150,16 @@ async def _refuse(
 
 
 def _unrouted(status: int, scope: Scope) -> HttpRefusal:
-    """Return the error for an HTTP call whose path or method matches no route. `status` is 405 if the path exists but
-    not for this method."""
+    """Create the error for an HTTP call that no route serves. `status` is 405 if the path exists but does not support
+    the method."""
     if status == 405:
         return HttpRefusal(405, f"{scope['path'][:80]} does not support the method {scope['method']}")
     return HttpRefusal(status, f"the path {scope['path'][:80]} does not exist; /docs lists all paths")
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a listening socket for the HTTP server. Raises OSError with a message of one line if the port cannot be
-    bound."""
+    """Create a listening socket for the HTTP server, bound to `host` and `port`. Raises OSError with a one-line message
+    if the port cannot be bound."""
     check_port(host, port, "--http-port")
     family, *_, address = socket.getaddrinfo(
         passive_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
