@@ -53,17 +53,17 @@ class PromptProgress:
         return self.active.request.prompt_token_ids
 
     async def write(self, num_values: int, work: Callable[..., _Result], *args: Any, **named: Any) -> _Result:
-        """Call `work`, a function that writes a part of the answer, and return its result. `num_values` is the cost of
-        the work in JSON values. If the cost exceeds PIECE_SIZE, `work` runs on a thread that the tenants share in turn
-        (see `Turns`), so that the event loop is not blocked."""
+        """Call `work`, a function that writes a part of the HTTP answer, and return its result. If `num_values` (the
+        cost of the work, in JSON values) exceeds PIECE_SIZE, run `work` on a thread so that it does not block the event
+        loop. The tenants use that thread in turn (see `Turns`)."""
         if num_values <= PIECE_SIZE:
             return work(*args, **named)
         return await self._turns.call(self.active.request.tenant, partial(work, *args, **named))
 
     def num_values(self, delta: Delta) -> int:
-        """Return the cost of writing a delta (a piece of new output of one sample) as JSON, in JSON values. The cost
-        covers the delta's text and its log-probabilities. For the first delta of a sample, the cost includes the
-        log-probabilities of the prompt."""
+        """Estimate the cost of writing a delta (a piece of new output of one sample) as JSON. The unit is the cost of
+        one JSON value. The estimate covers the text and the log-probabilities of the delta. For the first delta of a
+        sample, it also covers the log-probabilities of the prompt."""
         sampling = self.active.request.sampling
         num_prompt = 0 if self.has_begun[delta.sample_index] else len(self.logprobs)
         num_output = len(delta.logprobs)
@@ -72,8 +72,9 @@ class PromptProgress:
         return num_entries * _ENTRY_VALUES + len(delta.text) * CHAR_VALUES
 
     def add_delta(self, delta: Delta) -> None:
-        """Add the log-probabilities and the number of tokens of a delta (a piece of new output of one sample) to this
-        state."""
+        """Update this state with a delta (a piece of new output of one sample): count its tokens, and collect its
+        log-probabilities of prompt tokens. The last delta of a sample also sets the number of prompt tokens from the
+        prefix cache."""
         self.logprobs.extend(delta.prompt_logprobs)
         self.num_tokens[delta.sample_index] += len(delta.token_ids)
         if delta.end is not None:
@@ -81,7 +82,8 @@ class PromptProgress:
 
 
 class AnswerWriter(Protocol):
-    """A writer of the answers of one HTTP endpoint. It converts computed output into that endpoint's JSON format."""
+    """The interface of the objects that write the HTTP answers of one endpoint. A writer converts generated output into
+    the JSON format of its endpoint."""
 
     num_hidden_tokens: int  # tokens of each sample that were computed but are not shown
 
@@ -91,13 +93,13 @@ class AnswerWriter(Protocol):
         endpoint does not report this number."""
 
     def first_choices(self, progress: PromptProgress) -> list[Any]:
-        """Return the choices with which the streamed answer to one prompt begins, before any output. Each choice is
-        sent in an event of its own."""
+        """Return the choices (elements of the field `choices`) that a streamed answer sends for a prompt before the
+        model has generated output. Each choice is sent in its own event."""
 
     def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> Any:
-        """Return the element of the answer's `choices` for a delta (a piece of new output of one sample). Return None
-        if the delta adds nothing that a streamed answer has to send. `is_whole` is true if the answer is not streamed;
-        the delta is then the whole output of the sample."""
+        """Convert a delta (a piece of new output of one sample) into an element of the answer's field `choices`. Return
+        None if a streamed answer needs no event for this delta. `is_whole` is true if the answer is not streamed; the
+        delta then contains the complete output of the sample."""
 
     def answer(
         self,
@@ -107,9 +109,10 @@ class AnswerWriter(Protocol):
         *,
         is_whole: bool,
     ) -> Struct:
-        """Return a whole answer, or one event of a streamed answer, with the given choices. `progress` is the state of
-        the prompt to which the choices belong. It is None if the choices belong to several prompts, or if an earlier
-        event has already described the prompt."""
+        """Build the JSON object of an answer with the given choices. `is_whole` is true for an answer that is not
+        streamed, and false for one event of a streamed answer. `progress` is the state of the prompt that the choices
+        belong to. It is None if the choices belong to several prompts, or if an earlier event has already described the
+        prompt."""
 
 
 async def answer_call(
@@ -121,10 +124,10 @@ async def answer_call(
     stream: EventStream,
     num_best: int | None = None,
 ) -> bytes | None:
-    """Run all generation requests of an HTTP call. Return the JSON of the answer, or None if the answer was sent as a
-    stream of events. If `num_best` is set, a whole answer contains only `num_best` samples of each prompt: the samples
-    with the highest mean log-probability. Raises RefusedError if a request is refused or fails; all requests of the
-    call are then cancelled."""
+    """Run all generation requests of an HTTP call and answer the call. Return the JSON of the answer, or None if the
+    answer was sent as a stream of events. If `num_best` is set, an answer that is not streamed contains only the
+    `num_best` samples of each prompt with the highest mean log-probability. If a request is refused or fails, cancel
+    all requests of the call and raise RefusedError."""
     if request.stream_options is not None and not request.stream:
         raise invalid(
             "stream_options", "stream_options is set, but stream is not true; set stream, or leave both unset"
@@ -140,9 +143,10 @@ async def answer_call(
 async def begin_requests(
     asked: DecodedCall, call: Call, intake: Intake, *, is_streamed: bool
 ) -> AsyncIterator[list[PromptProgress]]:
-    """Return a context manager that queues all requests of an HTTP call and yields the state of each prompt. When the
-    block ends, requests that still run are cancelled. Raises RefusedError if a request is refused; all requests of the
-    call are then cancelled. Refusals raised inside the block name fields as the call's JSON does."""
+    """Return a context manager that queues all generation requests of an HTTP call and yields the state of each prompt.
+    When the `with` block ends, requests that are still running are cancelled. If a request is refused, cancel all
+    requests of the call and raise RefusedError. A RefusedError raised inside the block is raised again with the field
+    names of the HTTP request."""
     mode = OutputMode.STREAMED if is_streamed else OutputMode.WHOLE
     begun: list[PromptProgress] = []
     with asked.names.translate_refusals():
@@ -162,9 +166,9 @@ async def begin_requests(
 
 
 def answer_size(asked: DecodedCall, resolved: Sequence[Request]) -> int:
-    """Return an estimate of the memory that the answer to an HTTP call may need, in bytes, without the texts of the
-    outputs. Raises RefusedError if the estimate exceeds MAX_ANSWER_BYTES. The error names the request field that needs
-    the most memory."""
+    """Estimate the memory in bytes that the answer to an HTTP call may need, and return the estimate. It covers
+    log-probabilities, token ids and embeddings, but not the generated texts. Raises RefusedError if the estimate
+    exceeds MAX_ANSWER_BYTES. The error names the request field that needs the most memory."""
     sizes: Counter[str] = Counter()  # by the request field that causes the bytes
     for parsed, request in zip(asked.requests, resolved, strict=True):
         sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
@@ -209,9 +213,9 @@ async def output_events(
     *,
     is_streamed: bool,
 ) -> list[_Event]:
-    """Return the events of an output. These are the events in `first`, and then the events that `events_for` returns
-    for each delta (a piece of new output). If `is_streamed`, send the events to the client while the output is
-    computed, end the stream and return an empty list."""
+    """Collect the events of one generated output and return them: first the events in `first`, then the events that
+    `events_for` returns for each delta (a piece of new output). If `is_streamed`, send the events to the client while
+    the model generates the output. Then end the stream and return an empty list."""
     if not is_streamed:
         await progress.active.wait_for_end()
     events = list(first)
@@ -226,8 +230,8 @@ async def output_events(
 
 
 async def send_events(events: Iterable[Struct], stream: EventStream) -> None:
-    """Send structs as server-sent events with event names. The name of an event is its field `type`, or else the tag of
-    its msgspec struct."""
+    """Send msgspec structs to the client as server-sent events with names. The name of an event is the struct's field
+    `type`. If the struct has no such field, the name is the struct's msgspec tag."""
     stream.is_named = True
     for event in events:
         await stream.send_event(encode(event), str(getattr(event, "type", event.__struct_config__.tag)))
@@ -258,8 +262,8 @@ def _encoded_answer(writer: AnswerWriter, choices: list[Any], usage: UsageCounts
 
 
 async def _full_outputs(progress: PromptProgress) -> list[Delta]:
-    """Wait for the outputs of a prompt. Return one delta for each sample, which contains the complete tokens, text and
-    log-probabilities of the sample."""
+    """Wait until all outputs of a prompt are complete. Return one delta for each sample, with all tokens, the whole
+    text and all log-probabilities of the sample."""
     parts: list[list[Delta]] = [[] for _ in progress.num_tokens]
     logprobs = [LogprobColumns() for _ in parts]
     async for delta in deltas_of(progress):
@@ -364,16 +368,17 @@ def counts(
 
 
 def finish_reason(end: SequenceEnd | None, *, calls: bool = False) -> str | None:
-    """Return the `finish_reason` of an output in OpenAI's terms, such as "stop" or "length". Return None while the
-    output is being computed. `calls` is true if the output contains tool calls."""
+    """Return the value of OpenAI's field `finish_reason` for an output, such as "stop" or "length". Return None while
+    the output is being generated. `calls` is true if the output contains tool calls."""
     if calls and end is not None and end.reason is EndReason.STOP:
         return "tool_calls"
     return None if end is None else _FINISH_REASONS[end.reason]
 
 
 def stop_reason(request: GenerationRequest, delta: Delta) -> int | str | None:
-    """Return the stop text, or the token id from the request's `stop_token_ids`, that ended an output. Return None if
-    the output has not ended or ended for another reason."""
+    """Return the reason for the end of an output, for the answer's field `stop_reason`. The reason is the stop text
+    that was found, or the id of a token in the request's `stop_token_ids`. Return None if the output has not ended, or
+    has ended for another reason."""
     if delta.end is None or delta.stop_text is not None:
         return delta.stop_text
     token_id = delta.end.stop_token_id
@@ -386,23 +391,23 @@ def now() -> int:
 
 
 def longest_sequence(intake: Intake) -> int:
-    """Return the maximum number of tokens of a prompt and its output together. Until a worker has reported its
-    capacity, this number is the maximum of the model itself."""
+    """Return the maximum length of a sequence (prompt and output together) in tokens. The limit is the capacity that
+    the workers have reported. Before they report it, the limit is the context length of the model."""
     availability = intake.engine.availability
     return availability.max_sequence_tokens if availability.capacity else intake.model.max_model_len
 
 
 def fingerprint(intake: Intake) -> str:
-    """Return an identifier for the server's configuration, for the field `system_fingerprint`. It changes with
-    Pagewire's version, config.json, the tokenizer, and the worker's data type, weight format or attention backend.
-    Other weights of the same format do not change it."""
+    """Return an identifier of the server's configuration, for the answer's field `system_fingerprint`. It depends on
+    Pagewire's version, config.json, the tokenizer, and the worker's data type, weight format and attention backend. It
+    does not depend on the values of the weights."""
     worker = intake.engine.availability.capacity
     named = (intake.model.digest, worker and (worker.dtype, worker.weight_format, worker.attention_backend))
     return f"pagewire-{__version__}-{sha256(repr(named).encode()).hexdigest()[:8]}"
 
 
 def request_ids(request_id: str, count: int) -> Iterator[str]:
-    """Yield the ids of the `count` requests of an HTTP call, which has one request for each prompt. A single request
-    gets `request_id` itself. Several requests get `request_id-0`, `request_id-1` and so on."""
+    """Yield the ids of the `count` generation requests of an HTTP call, one request for each prompt. A single request
+    has the id `request_id`. Several requests have the ids `request_id-0`, `request_id-1` and so on."""
     for index in range(count):
         yield request_id if count == 1 else f"{request_id}-{index}"

@@ -13,9 +13,9 @@ encode = msgspec.json.Encoder().encode
 
 
 def encode_list(items: Iterable[Any]) -> Any:
-    """Return the JSON of a list as a `Raw` value, which can replace the list in an answer. The items are encoded in
-    pieces of _PIECE_ITEMS. So the items of an iterator need not exist all at once, and the encoder holds the GIL only
-    for a short time."""
+    """Encode a list as JSON in small pieces. Return a msgspec `Raw` value, which replaces the list as a field of an
+    answer. Each encoder call encodes at most _PIECE_ITEMS items, because the encoder holds the GIL during the call. If
+    `items` is an iterator, only one piece of items is in memory at a time."""
     rest, pieces = iter(items), []
     while piece := list(itertools.islice(rest, _PIECE_ITEMS)):
         pieces.append(encode(piece)[1:-1])

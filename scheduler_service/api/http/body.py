@@ -88,9 +88,12 @@ def _too_large(num_bytes: int) -> HttpRefusal:
 
 
 async def decode_in_turn(body: bytes, kind: type[_Request], tenant: str, turns: Turns) -> tuple[_Request, int]:
-    """Decode the JSON body of an HTTP call, and return the request and its size. The size is the body's number of
-    bytes. For a body of at most PIECE_SIZE bytes, the size is the number of JSON values if that is larger. A large body
-    is decoded on a thread that the tenants share in turn. Raises RefusedError if the body is invalid."""
+    """Decode the JSON body of an HTTP call. A large body is decoded on a thread, which the tenants use in turn.
+
+    Returns the decoded request, and the cost of processing it. The cost of a body larger than PIECE_SIZE is its number
+    of bytes. The cost of a smaller body is its number of bytes or its number of JSON values, whichever is larger.
+    Raises RefusedError if the body is invalid.
+    """
     size = len(body) if len(body) > PIECE_SIZE else max(len(body), count_values(body))
     return await turns.run_in_turn(tenant, size, decode_body, body, kind), size
 
@@ -123,11 +126,8 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
 
 
 def _normalized(body: bytes, kind: type[Struct]) -> bytes:
-    """Return the JSON of a request body in the form that the type `kind` accepts. `_normalized_value` describes the
-    conversions.
-
-    Return the body unchanged if it cannot be parsed.
-    """
+    """Convert a JSON request body that `kind` does not accept into the form that `kind` accepts, and return the new
+    JSON. `_normalized_value` describes the conversions. Return the body unchanged if it is not valid JSON."""
     try:
         return msgspec.json.encode(_normalized_value(msgspec.json.decode(body), kind))
     except (msgspec.MsgspecError, ValueError):
@@ -135,12 +135,15 @@ def _normalized(body: bytes, kind: type[Struct]) -> bytes:
 
 
 def _normalized_value(value: Any, hint: Any) -> Any:
-    """Return a JSON value from a request body, converted to the form that its type `hint` accepts.
+    """Convert a JSON value of a request body into the form that the type `hint` accepts. So the server accepts more
+    requests that were written for other APIs and servers.
 
-    An unknown field is removed if its value has no effect on an answer. A field that accepts no boolean becomes null if
-    it is false. A field that accepts only null becomes null if it is empty. A float without a fraction becomes an
-    integer where no float is accepted, because many languages have floats as their only numbers. A struct with the
-    static method `normalize_json` converts objects written for other APIs.
+    - An unknown field is removed if its value has no effect on an answer.
+    - false becomes null in a field that accepts null but no boolean.
+    - An empty value becomes null in a field that accepts only null.
+    - A float without a fraction becomes an integer where no float is accepted, because many languages have floats as
+      their only numbers.
+    - An object in the format of another API is converted by the static method `normalize_json` of the expected struct.
     """
     parts = _parts(hint)
     is_off = value is False and not any(part is bool or isinstance(part, bool) for part in parts)
@@ -166,13 +169,15 @@ def _normalized_value(value: Any, hint: Any) -> Any:
 
 
 def _has_no_effect(name: str, value: Any) -> bool:
-    """Return whether an unknown field of a request can be ignored, because this value has no effect on an answer."""
+    """Return whether the server may ignore an unknown request field, because a field with this name and value has no
+    effect on the answer."""
     return value is None or name in _IGNORED_FIELDS or value == _NEUTRAL.get(name)
 
 
 @functools.cache
 def _parts(hint: Any) -> frozenset[Any]:
-    """Return all types and literal values that occur in a type hint, such as `int` and `None` in `int | None`."""
+    """Return all types and literal values inside a type hint. For example, the parts of `int | None` are `int` and
+    `NoneType`."""
     return frozenset().union(*map(_parts, inner)) if (inner := get_args(hint)) else frozenset([hint])
 
 
@@ -183,8 +188,9 @@ def _fields_of(kind: type[Struct]) -> Mapping[str, Any]:
 
 
 def _undecodable_refusal(body: bytes) -> RefusedError:
-    """Return the error for a request body that is not valid JSON, or in which a string has an unpaired surrogate escape
-    such as `\\ud800`. The error names the path of that string if the body has at most _MAX_SHOWN_BYTES bytes."""
+    """Return the error for a request body that cannot be decoded. Either the body is not valid JSON, or a string in it
+    has an unpaired surrogate escape such as `\\ud800`. If the body has at most _MAX_SHOWN_BYTES bytes, the error names
+    the path of that string."""
     with contextlib.suppress(ValueError, RecursionError):
         # Each entry is (place, value). A place is None or (place of the parent, path step from the parent).
         waiting: list[tuple[Any, Any]] = [(None, json.loads(body))] if len(body) <= _MAX_SHOWN_BYTES else []
@@ -214,8 +220,9 @@ def decode_query(values: Mapping[str, str], kind: type[_Request]) -> _Request:
 
 
 def lenient(kind: Any) -> Any:
-    """Return a copy of a type in which every msgspec struct ignores unknown fields. The original structs refuse
-    requests with unknown fields."""
+    """Return a copy of a request type that ignores unknown fields in the request and in its nested objects. The server
+    decodes requests into the copy if it runs with `--lenient`. The original types refuse requests with unknown
+    fields."""
     origin: Any = Union if get_origin(kind) is UnionType else get_origin(kind)
     if origin is not None:  # lists and Annotated types too
         return origin[tuple(map(lenient, get_args(kind)))]
@@ -240,7 +247,8 @@ def _decoder(kind: type[_Request]) -> "msgspec.json.Decoder[_Request]":
 
 @functools.cache
 def _unset_inert(kind: type[Struct]) -> Mapping[str, Any]:
-    """Return the default values of a request type's fields that have no effect, keyed by the name of the field."""
+    """Return the default value of each request field that has no effect on the answer, keyed by field name.
+    `decode_body` resets these fields in large requests, to release their memory."""
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: each.default for each in structs.fields(kind) if _first_description(hints[each.name]) == INERT}
 
@@ -267,8 +275,8 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
 
 
 def _split_error(text: str) -> tuple[str, str]:
-    """Split a msgspec decoder's error message into the reason and the path of the invalid field. Names and values that
-    the message quotes may be of any length, so only the beginning and the end of the message are searched."""
+    """Split the error message of msgspec's decoder into the reason and the path of the invalid field. Only the
+    beginning and the end of a long message are searched, because the message may quote long texts from the request."""
     if len(text) > 2 * _MAX_ERROR_CHARS:
         text = f"{text[:_MAX_ERROR_CHARS]}…{text[-_MAX_ERROR_CHARS:]}"
     said, _, place = text.rpartition(_PLACE)
@@ -280,8 +288,9 @@ def _names(path: str) -> list[str]:
 
 
 def _sibling_fields(kind: type[Struct], path: str) -> Mapping[str, Any]:
-    """Return the type hints of all fields in the JSON object that contains the field at `path`. `kind` is the type of
-    the whole request."""
+    """Return the type hints of the field at `path` and of the other fields in the same JSON object, keyed by field
+    name. Error messages use them to suggest a similar name, or to quote the description of the field. `kind` is the
+    type of the whole request."""
     fields: dict[str, Any] = get_type_hints(kind, include_extras=True)
     for name in _names(path)[:-1]:
         inner = list(_structs(fields.get(name)))
@@ -298,8 +307,8 @@ def _structs(hint: Any) -> Iterator[type[Struct]]:
 
 
 def _first_description(hint: Any) -> str:
-    """Return the description (for the API documentation) that a type hint contains, or an empty string. If there are
-    several descriptions, return the first one."""
+    """Return the first description of a request field that its type hint contains as msgspec metadata. The API
+    documentation and error messages show this text. Return an empty string if there is no description."""
     for part in (*getattr(hint, "__metadata__", ()), *get_args(hint)):
         if isinstance(part, Meta):
             if part.description:
@@ -310,8 +319,8 @@ def _first_description(hint: Any) -> str:
 
 
 def _quoted_value(body: bytes, path: str) -> str:
-    """Return a text that quotes the value at `path` of a request body, for an error message. Return an empty string if
-    the body has more than _MAX_SHOWN_BYTES bytes or the value cannot be read."""
+    """Return a phrase that quotes the value at `path` of a request body, for an error message. Return an empty string
+    if the body has more than _MAX_SHOWN_BYTES bytes, or if it has no value at `path`."""
     if len(body) > _MAX_SHOWN_BYTES:
         return ""
     try:

@@ -24,8 +24,9 @@ MAX_REQUESTS_BYTES = 1 << 30
 
 
 class CallAdmission:
-    """The admission control of the HTTP API. It refuses a call because of its headers, because of its model name, or
-    because the calls of its tenant or of all tenants hold too many bytes."""
+    """The admission control of the HTTP API. It refuses an HTTP call if its API key, origin or model name is not
+    accepted. It also limits the memory that request bodies and decoded requests use, for each tenant and for all
+    tenants."""
 
     def __init__(
         self,
@@ -37,10 +38,16 @@ class CallAdmission:
         *,
         accepts_any_model_name: bool,
     ) -> None:
-        """Create the admission control of an HTTP server. `host` is the address that the server listens on. Web pages
-        from `allowed_origins` may call the API. `intake` reports whether a worker is available. `model_names` returns
-        the names that requests may use for the model; answers contain the first one. If `accepts_any_model_name`,
-        requests may use any name."""
+        """Create the admission control of an HTTP server.
+
+        Args:
+            host: The address that the server listens on.
+            allowed_origins: The origins whose web pages may call the API.
+            tenants: The tenants and their API keys, or None if no tenants are configured.
+            intake: Gives the reason for the error if the name of the served model is not known yet.
+            model_names: Returns the names of the served model that requests may use. Answers contain the first name.
+            accepts_any_model_name: Whether requests may use any other name too.
+        """
         self.allowed_origins = allowed_origins
         self.model_names = model_names
         self._tenants = tenants
@@ -51,8 +58,9 @@ class CallAdmission:
         self._requests = TenantBytes("requests", MAX_REQUESTS_BYTES, MAX_REQUESTS_BYTES // 4)
 
     def check_origin(self, scope: Scope) -> None:
-        """Raise HttpRefusal if a web page from an origin that is not allowed made the HTTP call. The browser would only
-        withhold the answer from the page, but the call itself would run. GET and HEAD are always allowed."""
+        """Refuse an HTTP call that a web page of another origin has made, unless `allowed_origins` contains the origin.
+        Raises HttpRefusal. GET and HEAD are always allowed. The server must check other methods itself: a browser hides
+        the answer from the page, but still sends the call."""
         headers = scope["header_values"]
         origin = headers.get(b"origin")
         is_open = scope["method"] in ("GET", "HEAD") or not {"*", origin}.isdisjoint(self.allowed_origins)
@@ -60,8 +68,8 @@ class CallAdmission:
             raise HttpRefusal(403, f"web pages of the origin {origin[:80]!r} may not call; add it to --allowed-origins")
 
     def call(self, scope: Scope) -> Call:
-        """Identify the caller of an HTTP call by its API key or its client certificate. Return the call with its
-        caller. Raises RefusedError if the caller is unknown.
+        """Authenticate an HTTP call by its API key or its client certificate. Return the caller, the session id and the
+        trace headers of the call as a `Call`. Raises RefusedError if the caller is unknown.
 
         If no tenants are configured, the API key is ignored, because OpenAI's clients always send a key.
         """
@@ -78,9 +86,9 @@ class CallAdmission:
         return Call(caller, headers.get(_SESSION_HEADER, ""), trace)
 
     async def read_body(self, scope: Scope, receive: Receive, tenant: str) -> bytes:
-        """Return the whole body of an HTTP call. The bytes are counted for the tenant while they arrive. Raises
-        HttpRefusal as `body.read_body` does. Raises RefusedError if the arriving bodies of the tenant or of all tenants
-        exceed their limit."""
+        """Receive the body of an HTTP call and return it. While a body larger than PIECE_SIZE arrives, its bytes count
+        against the limits of the tenant and of all tenants. Raises RefusedError if a limit is exceeded. Raises
+        HttpRefusal for the reasons in `body.read_body`."""
         num_bytes = num_counted = 0
 
         async def receive_counted() -> Message:
@@ -98,21 +106,22 @@ class CallAdmission:
             self._bodies.remove(tenant, num_counted)
 
     def count_request(self, tenant: str, size: int) -> AbstractContextManager[None]:
-        """Return a context manager that counts the `size` of a decoded request for the tenant during its block. A
-        request of at most PIECE_SIZE bytes counts as 0. Entering the block raises RefusedError if the requests of the
-        tenant or of all tenants would exceed their limit."""
+        """Return a context manager that counts the `size` of a decoded request against the memory limits during its
+        `with` block. A request of at most PIECE_SIZE bytes counts as 0. On entry, it raises RefusedError if the
+        requests of the tenant or of all tenants would exceed their limit."""
         return self._requests.held(tenant, size if size > PIECE_SIZE else 0)
 
     def model_name(self) -> str:
-        """Return the name of the served model, for use in answers. Raises RefusedError while the name is unknown. This
-        is the case in a front end (a process that serves only the APIs) that has not reached its scheduler yet."""
+        """Return the name of the served model that answers contain. Raises RefusedError if the name is not known yet.
+        This happens in a front end (a process that serves only the APIs) before it has connected to its scheduler."""
         if name := self.model_names()[0]:
             return name
         raise RefusedError(Reason.UNAVAILABLE, self._intake.engine.availability.refusal())
 
     def check_model(self, name: str | None) -> None:
-        """Raise RefusedError if a request's field `model` is not a name of the served model, or if these names are not
-        known yet. None stands for an unset field and is accepted."""
+        """Check the field `model` of a request. Raises RefusedError if `name` is not a name of the served model, or if
+        the server does not know these names yet. `name` is None if the request does not set the field; this is
+        accepted."""
         served = self.model_name()
         if name is not None and not self._takes_any_model_name and name not in self.model_names():
             raise RefusedError(

@@ -56,7 +56,8 @@ _LEFT_OUT |= {kind: {"type": "text", "text": FILE_LEFT_OUT} for kind in ("file",
 
 
 class ChatWriter:
-    """The `AnswerWriter` of `/v1/chat/completions`. It converts outputs into chat messages."""
+    """The writer of the answers of `/v1/chat/completions`. It converts generated output into chat messages (see
+    `AnswerWriter`)."""
 
     num_hidden_tokens = 0
 
@@ -173,8 +174,9 @@ async def without_media(
 
 
 def _without_media(message: dict[str, Any], warnings: set[str]) -> dict[str, Any]:
-    """Return a chat message. If it is a tool result, placeholder texts replace its images and files. Add a warning to
-    `warnings` for each kind of content (images or files) that was replaced."""
+    """Replace the images and files in a chat message by placeholder texts if the message is a tool result, and return
+    the new message. Add a warning to `warnings` for each kind of content (images or files) that was replaced. Return
+    other messages unchanged."""
     match message:
         case {"role": "tool", "content": list() as parts}:
             kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in parts]
@@ -196,9 +198,12 @@ async def complete_chat(
 async def read_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, stream: EventStream
 ) -> tuple[DecodedCall, ParserMaker]:
-    """Convert a chat request into a generation request. Return the decoded call, and a function that makes parsers for
-    the outputs. Add warnings to the answer for keywords in tool schemas that are not enforced, and for a `verbosity`
-    that the chat template does not read. Raises RefusedError if the request is invalid."""
+    """Convert a chat request into a generation request. Add warnings to the answer for keywords in tool schemas that
+    are not enforced, and for a `verbosity` that the chat template does not read. Raises RefusedError if the request is
+    invalid.
+
+    Returns the decoded call with the generation request, and a function that creates an output parser.
+    """
     tenant = call.caller.tenant(request.tenant or "")
     template = chosen_template(intake.model, request.chat_template)
     output = intake.chats.format_of(template)
@@ -214,9 +219,9 @@ async def read_chat(
 
 
 def parser_maker(request: ChatCompletionRequest, prompt_end: str, intake: Intake) -> ParserMaker:
-    """Return a function that makes parsers for the outputs of a chat. A parser splits an output into content, reasoning
-    and tool calls. `prompt_end` is the end of the rendered prompt, which decides whether the output begins with
-    reasoning. Raises RefusedError if a tool of the request is invalid."""
+    """Return a function that creates an output parser for a chat. The parser splits an output into content, reasoning
+    and tool calls. `prompt_end` is the end of the rendered prompt; it shows whether the output begins with reasoning.
+    Raises RefusedError if a tool of the request is invalid."""
     output = intake.chats.format_of(chosen_template(intake.model, request.chat_template))
     return partial(output.parser, prompt_end, functions_of(request, output)[0])
 

@@ -39,7 +39,8 @@ _MAX_GRAMMARS_BYTES = 8 << 20  # of the grammars in all requests of a call toget
 
 
 class CompletionWriter:
-    """The `AnswerWriter` of `/v1/completions`. It converts outputs into text completions."""
+    """The writer of the answers of `/v1/completions`. It converts generated output into text completions (see
+    `AnswerWriter`)."""
 
     output_details = UNSET
 
@@ -100,9 +101,9 @@ class CompletionWriter:
         )
 
     def _logprobs(self, index: int, delta: Delta, echoed: PromptProgress | None) -> CompletionLogprobs | None:
-        """Return the log-probabilities of a delta's tokens, or None if the request does not ask for log-probabilities.
-        If `echoed` is set, the log-probabilities of that prompt's tokens precede them. `index` is the index of the
-        choice."""
+        """Return the log-probabilities of the tokens in a delta (a piece of new output), or None if the request does
+        not ask for log-probabilities. If `echoed` (the state of an echoed prompt) is set, the log-probabilities of the
+        prompt's tokens come first. `index` is the index of the output in the answer's field `choices`."""
         if self._request.logprobs is None:
             return None
         tokens = self._tokens.get(index)
@@ -172,9 +173,8 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> DecodedCall
 
 
 def _check_grammars(request: ParsedRequest, num_prompts: int) -> None:
-    """Raise RefusedError if the output constraint of a call is too large for the number of its prompts. The generation
-    request of each prompt sends a copy of the grammar to the scheduler. All copies together may have at most
-    _MAX_GRAMMARS_BYTES."""
+    """Limit the total size of the grammars in an HTTP call. The generation request of each prompt sends its own copy of
+    the grammar to the scheduler. Raises RefusedError if all copies together have more than _MAX_GRAMMARS_BYTES."""
     grammar = request.request.grammar
     size = 0 if grammar is None else len(grammar.text.encode()) * num_prompts
     if grammar is not None and size > _MAX_GRAMMARS_BYTES:
@@ -186,8 +186,8 @@ def _check_grammars(request: ParsedRequest, num_prompts: int) -> None:
 
 
 def _check_best_of(request: CompletionRequest, best_of: int) -> None:
-    """Raise RefusedError if `best_of` (the number of computed samples) is less than `n` (the number of returned
-    samples). In a streamed request, `best_of` must equal `n`."""
+    """Check that `best_of` (the number of generated samples) is at least `n` (the number of returned samples). In a
+    streamed request, the two must be equal. Raises RefusedError otherwise."""
     if best_of < (request.n or 1):
         raise invalid("best_of", f"best_of is {best_of}, but n is {request.n}; best_of must be at least n")
     if request.stream and best_of > (request.n or 1):
@@ -195,8 +195,8 @@ def _check_best_of(request: CompletionRequest, best_of: int) -> None:
 
 
 async def _text_of(asked: ParsedRequest, intake: Intake) -> str:
-    """Return the text of a prompt, for the field `echo`. Raises RefusedError if the prompt consists of token ids and
-    the served checkpoint has no tokenizer to decode them."""
+    """Return the text of a prompt, which the answer repeats if the request sets `echo`. A prompt of token ids is
+    decoded. Raises RefusedError if the served checkpoint has no tokenizer to decode the token ids."""
     prompt = asked.prompt
     if isinstance(prompt, str):
         return prompt

@@ -37,9 +37,9 @@ _BYTE_VALUES = 4  # cost of converting one byte of a message, in JSON values
 async def submit_detached(
     request: GenerationRequest, asked: DecodedCall, call: Call, intake: Intake, forward: Forward
 ) -> bytes:
-    """Submit a detached request, which keeps running when the client disconnects. Return the JSON with its id, by which
-    the client can read the output later. Raises RefusedError if the call has several prompts, or sets a field that
-    detached requests do not support."""
+    """Submit a detached request, which keeps running if the client disconnects. Return the JSON with the request id,
+    which the client uses to read the output later. Raises RefusedError if the call has several prompts, or sets a field
+    that detached requests do not support."""
     for field in _OF_ANSWERS:
         if getattr(request, field, None):
             raise invalid(field, f"{field} has no effect in a detached request; leave it or detached unset")
@@ -62,8 +62,9 @@ async def submit_detached(
 async def read_detached(
     query: DetachedQuery, call: Call, intake: Intake, forward: Forward, stream: EventStream
 ) -> bytes | None:
-    """Return the JSON of a detached request's state and outputs, or None if the outputs were sent as a stream of
-    events. Raises RefusedError if the request is unknown or the query is invalid."""
+    """Return the JSON of the state and outputs of a detached request (a request that keeps running if its client
+    disconnects). If `query.stream` is set, send the outputs as a stream of events and return None. Raises RefusedError
+    if the request is unknown or the query is invalid."""
     named, texts = _named(query, call), TokenTexts(intake.tokenizer)
     if query.from_token is not None and not query.stream:
         raise invalid("from_token", "from_token is set, but stream is not true; set stream, or leave both unset")
@@ -89,8 +90,8 @@ async def read_detached(
 
 
 async def abort_request(named: NamedRequest, call: Call, intake: Intake) -> bytes:
-    """Abort a running generation request, and return the JSON with its id. The request may have been submitted through
-    any API. Raises RefusedError if the request is unknown."""
+    """Abort a running generation request, and return the JSON with its id. The request may come from any API of the
+    server. Raises RefusedError if the request is unknown."""
     await intake.abort(**_named(named, call), call=call)
     return encode({"request_id": named.request_id})
 
@@ -100,9 +101,9 @@ def _named(named: NamedRequest, call: Call) -> dict[str, str]:
 
 
 async def encoded_request(parsed: ParsedRequest, intake: Intake, record: bytes = b"") -> scheduler_pb2.SubmitRequest:
-    """Return the gRPC message that submits a detached request to the scheduler. The message contains the prompt as
-    token ids, and the stop texts, because the scheduler searches the output for them. `record` is stored with the
-    request. Raises RefusedError if the prompt is invalid or too long."""
+    """Build the gRPC message that submits a detached request to the scheduler. The message contains the token ids of
+    the prompt. It also contains the stop texts, because the scheduler itself searches the output for them. The
+    scheduler stores `record` with the request. Raises RefusedError if the prompt is invalid or too long."""
     token_ids = await intake.tokenize(parsed, OutputMode.DETACHED)
     limit = intake.engine.availability.max_sequence_tokens
     return scheduler_pb2.SubmitRequest(

@@ -50,8 +50,8 @@ async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, mo
 
 
 async def _input_of(request: EmbeddingRequest, call: Call, intake: Intake) -> PromptField:
-    """Return the inputs of an embedding request. If the request has a conversation, return the text that the chat
-    template renders from it. Raises RefusedError unless exactly one of `input` and `messages` is set."""
+    """Return the texts or token ids to embed. If the request contains a conversation, render it with the chat template
+    and return the text. Raises RefusedError unless the request sets exactly one of `input` and `messages`."""
     if (request.input is None) == (request.messages is None):
         raise invalid("input", "set either input or messages")
     if request.input is not None:
@@ -80,8 +80,9 @@ def _shown(request: EmbeddingRequest, end: SequenceEnd) -> list[float] | str:
 
 
 def _shortened(data: bytes, dimensions: int) -> bytes:
-    """Return the first `dimensions` numbers of an embedding, scaled to a vector of length 1. `data` and the result
-    consist of little-endian 32-bit floats. Raises RefusedError if the embedding has fewer than `dimensions` numbers."""
+    """Shorten an embedding to its first `dimensions` numbers, and scale the result to a vector of length 1. `data` and
+    the result consist of little-endian 32-bit floats. Raises RefusedError if the embedding has fewer than `dimensions`
+    numbers."""
     num = len(data) // _NUMBER_BYTES
     if dimensions > num:
         raise invalid(

@@ -21,12 +21,12 @@ _UNSTREAMED = ("/render", "/input_tokens", "/compact")
 
 @dataclass(frozen=True, slots=True)
 class TypedRoute:
-    """A route of the HTTP API whose request is decoded into a msgspec type. The request is the JSON body, or the
-    parameters of the path and query.
+    """A route of the HTTP API whose requests are decoded into a msgspec type. A request is the JSON body of an HTTP
+    call, or the parameters of its path and query.
 
     Attributes:
-        serve: The function that serves a request. Its arguments are the decoded request, the HTTP call, the call's
-            event stream and the `Routes`. Returns the JSON of the answer, or None if the answer was streamed.
+        serve: The function that answers a call. Its arguments are the decoded request, the HTTP call, the call's event
+            stream and the `Routes`. It returns the JSON of the answer, or None if the answer was streamed.
     """
 
     path: str
@@ -54,8 +54,8 @@ _GOT = {
 
 
 def document(routes: Sequence[TypedRoute], as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of the HTTP API as a JSON object. `as_read` returns the type that requests of a
-    given type are decoded into."""
+    """Build the OpenAPI 3.1 document of the HTTP API and return it as a JSON object. `as_read` maps the request type of
+    a route to the type that the server decodes requests into. This type describes the request in the document."""
     kinds = [kind for route in routes for kind in (as_read(route.request), route.answer)]
     schemas, components = msgspec.json.schema_components([*kinds, Models, ErrorAnswer], ref_template=_REFERENCE)
     models, error = schemas[-2:]
@@ -99,8 +99,8 @@ def document(routes: Sequence[TypedRoute], as_read: Callable[[type[Struct]], Any
 
 @dataclass(frozen=True, slots=True)
 class FieldRow:
-    """A row in the documentation's table of request fields. A row consists of the field's name, the accepted values and
-    a note."""
+    """A row in the table of request fields in the API documentation. It contains the name of a field, the accepted
+    values and a note."""
 
     name: str
     takes: str  # the accepted values; empty if the field accepts only null
@@ -109,7 +109,8 @@ class FieldRow:
 
 
 def field_rows(kind: type[Struct]) -> Iterator[FieldRow]:
-    """Yield a documentation row for each field of a request type. Required fields come first."""
+    """Yield the rows of the documentation table for a request type, one row for each field. Required fields come
+    first."""
     (_,), components = msgspec.json.schema_components([kind], ref_template="{name}")
     schema = components[kind.__name__]
     required = schema["required"]
@@ -119,8 +120,8 @@ def field_rows(kind: type[Struct]) -> Iterator[FieldRow]:
 
 
 def page(routes: Sequence[TypedRoute]) -> str:
-    """Return the HTML page `/docs`, a list of the HTTP routes with the fields of their requests. The page loads no
-    scripts, styles or images from other addresses."""
+    """Build the HTML page `/docs` and return it. The page lists the HTTP routes and the fields of their requests. It
+    loads no scripts, styles or images from other addresses."""
     parts = [_HEAD]
     for route in routes:
         parts.append(f"<h2><code>{route.method} {route.path}</code></h2><p>{html.escape(route.summary)}.</p><table>")
@@ -142,8 +143,8 @@ field that is null counts as unset.</p>"""
 
 
 def _takes(field: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a description of each kind of value that a request field accepts, such as "number 0 to 1". `field` is the
-    JSON Schema of the request field. null is not mentioned."""
+    """Yield a short description of each kind of value that a request field accepts, such as "number 0 to 1". `field` is
+    the JSON Schema of the request field. Null is left out."""
     if "anyOf" in field:
         for option in field["anyOf"]:
             if option != {"type": "null"}:

@@ -32,9 +32,9 @@ _VARIABLES = ("documents", "reasoning_effort", "verbosity")
 
 
 def separate_prompts(given: PromptField, field: str, most: int = MAX_PROMPTS) -> list[str | tuple[int, ...]]:
-    """Split the prompt field of a request into its prompts. Return each prompt as a text or as a tuple of token ids.
-    `field` is the name of the prompt field. Raises RefusedError if there are more than `most` prompts, or if token ids
-    and other prompts are mixed in one list."""
+    """Split the prompt field of a request, which may contain several prompts, into single prompts. Return each prompt
+    as a text or as a tuple of token ids. `field` is the name of the request field, for errors. Raises RefusedError if
+    there are more than `most` prompts, or if a list contains both token ids and other prompts."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
@@ -48,15 +48,15 @@ def separate_prompts(given: PromptField, field: str, most: int = MAX_PROMPTS) ->
 
 
 def reading_size(given: PromptField, call: Call) -> int:
-    """Return the cost of decoding an HTTP call and making a request from each of its prompts, in JSON values. Work with
-    a high cost runs on a thread."""
+    """Estimate the cost of converting the prompts of an HTTP call into generation requests. The unit is the cost of one
+    JSON value. The caller runs the conversion on a thread if the cost is high."""
     num_prompts = 1 if isinstance(given, str) or isinstance(given[0], int) else min(len(given), MAX_INPUTS)
     return max(call.size, _PROMPT_VALUES * num_prompts)
 
 
 async def render_messages(request: _Conversation, call: Call, intake: Intake) -> str:
     """Render a conversation with the model's chat template, and return the text of the prompt. The template runs on a
-    thread that the tenants share in turn. Raises RefusedError if the model has no chat template or the template
+    thread, which the tenants use in turn. Raises RefusedError if the model has no chat template or the template
     fails."""
     template = chosen_template(intake.model, request.chat_template)
     if request.continue_final_message and request.add_generation_prompt:
@@ -85,8 +85,9 @@ def _rendered(template: str, request: _Conversation, model: ModelInfo) -> str:
 
 
 def _variables_of(request: _Conversation) -> dict[str, Any]:
-    """Return the variables that a request passes to the chat template. Some fields of the request are variables, such
-    as `tools` and `reasoning_effort`. Variables in `chat_template_kwargs` take precedence over these fields."""
+    """Return the variables that a request passes to the chat template, keyed by name. They are request fields such as
+    `tools` and `reasoning_effort`, and the entries of `chat_template_kwargs`. If both define a variable, the entry in
+    `chat_template_kwargs` takes precedence."""
     named = {name: value for name in _VARIABLES if (value := getattr(request, name, None)) is not None}
     thinks = getattr(request, "enable_thinking", None)
     if thinks is None and (thinking := getattr(request, "thinking", None)) is not None:

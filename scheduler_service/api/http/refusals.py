@@ -40,8 +40,8 @@ class ErrorAnswer(Struct, frozen=True):
 
 
 class HttpRefusal(Exception):
-    """An error that ends an HTTP call with a status that the `Reason` of a RefusedError cannot express, such as 413 for
-    a large body."""
+    """An error that ends an HTTP call with an HTTP status that RefusedError does not support, such as 413 for a large
+    body."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -49,8 +49,8 @@ class HttpRefusal(Exception):
 
 
 def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
-    """Return the JSON object of the error answer to an HTTP call of `path`. The path determines the format: calls of
-    the Messages API get Anthropic's format."""
+    """Build the JSON object of an error answer. The format depends on `path`, the path of the HTTP call: Anthropic's
+    format for the Messages API, and OpenAI's format otherwise."""
     kind: Literal["error"] | UnsetType = "error" if path.startswith("/v1/messages") else UNSET
     if isinstance(refusal, HttpRefusal):
         return ErrorAnswer(Error(str(refusal), _type(refusal.status)), kind)
@@ -66,8 +66,9 @@ def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
 
 
 def _overflow(overflow: ContextOverflow, path: str) -> str:
-    """Return the beginning of the error message for a prompt that exceeds the context length. Clients recognize the
-    error by these words, and Anthropic's clients expect other words than OpenAI's clients."""
+    """Return the first words of the error message for a prompt that exceeds the context length. Clients recognize this
+    error by its first words. Anthropic's clients and OpenAI's clients expect different words, so the text depends on
+    `path`, the path of the HTTP call."""
     most, number = overflow
     if path.startswith("/v1/messages"):
         return "prompt is too long" + ("" if number is None else f": {number} tokens > {most - 1} maximum")
@@ -75,8 +76,8 @@ def _overflow(overflow: ContextOverflow, path: str) -> str:
 
 
 def error_response(refusal: RefusedError | HttpRefusal, path: str) -> Response:
-    """Return the HTTP response for an error of a call to `path`. The response has the error's status, a JSON body and,
-    for some errors, a header such as `retry-after`."""
+    """Build the HTTP response for an error of a call to `path`. The response has the HTTP status of the error and a
+    JSON body. For some errors, it has a header such as `retry-after`."""
     headers: dict[str, str] = {}
     if isinstance(refusal, HttpRefusal):
         status = refusal.status

@@ -37,20 +37,20 @@ OutputConstraint = tuple[str, str, Any]
 
 
 class RequestNames:
-    """The names by which one kind of HTTP request calls its fields. Error messages use these names in place of the
-    common names that all APIs share."""
+    """The field names of one kind of HTTP request. Some APIs have their own names for common options, such as
+    `max_output_tokens` for `max_tokens`. Error messages use the names that the client knows."""
 
     def __init__(self, prompt: str, **options: str) -> None:
         """Create the field names of one kind of HTTP request. `prompt` is the name of the field that contains the
-        prompt. `options` maps the common names of options to the names in this kind of request. Options with the same
-        name in both are omitted."""
+        prompt. `options` maps the common name of an option to its name in this kind of request. An option that is not
+        in `options` has its common name."""
         self._prompt = prompt
         self._options = options
 
     @contextlib.contextmanager
     def translate_refusals(self) -> Iterator[None]:
-        """Return a context manager that catches RefusedError and raises it again with the field name of this kind of
-        HTTP request."""
+        """Return a context manager that corrects the field names in errors. If its `with` block raises RefusedError, it
+        raises the error again with the field name of this kind of HTTP request."""
         try:
             yield
         except RefusedError as refusal:
@@ -62,8 +62,8 @@ class RequestNames:
 
 
 class DecodedCall(NamedTuple):
-    """The requests for generated text or embeddings that an HTTP call asks for, one for each prompt. The tuple also
-    contains the id of the answer and the names that the call uses for its fields."""
+    """The generation or embedding requests of one HTTP call, one request for each prompt. It also contains the id of
+    the answer and the field names for error messages."""
 
     requests: list[ParsedRequest]
     answer_id: str
@@ -76,9 +76,12 @@ class DecodedCall(NamedTuple):
 def sampling_options(
     request: GenerationRequest, model: ModelInfo, grammars: Iterable[OutputConstraint]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the sampling options that a request sets, and a map from option names to field names where the two differ.
-    `grammars` are the constraints on the output besides `allowed_token_ids` and `bad_words`. Raises RefusedError if
-    there is more than one constraint."""
+    """Collect the sampling options of a request. `grammars` are the constraints on the output, except
+    `allowed_token_ids` and `bad_words`, which are added here. Raises RefusedError if there is more than one constraint.
+
+    Returns the options, keyed by their common names, and the request field that sets the output constraint, keyed by
+    the kind of constraint.
+    """
     set_fields = ((name, value) for name in _SAME if (value := getattr(request, name)) is not None)
     options: dict[str, Any] = {name: READINGS[name](value) if name in READINGS else value for name, value in set_fields}
     if request.logprob_token_ids:
@@ -108,10 +111,18 @@ def request_for_prompt(
     add_special_tokens: bool = True,
     default_max_tokens: int | None = None,
 ) -> ParsedRequest:
-    """Convert one prompt of an HTTP call and its options to a request that can be queued. Without `options`, the
-    request asks for an embedding. `add_special_tokens` is the default for the field of that name in the HTTP request.
-    `default_max_tokens` is the maximum output length if `options` sets no maximum. Raises RefusedError if a field is
-    invalid."""
+    """Build the generation request for one prompt of an HTTP call. Raises RefusedError if a field is invalid.
+
+    Args:
+        request: The decoded HTTP request.
+        prompt: The text or the token ids of the prompt.
+        options: The sampling options, or None to request an embedding.
+        call: The HTTP call.
+        model: The served model.
+        request_id: The id of the generation request.
+        add_special_tokens: Whether to add special tokens to the prompt if the HTTP request does not set this field.
+        default_max_tokens: The maximum output length in tokens if `options` sets no maximum.
+    """
     truncation = None
     if (most := request.truncate_prompt_tokens) is not None:
         truncation = Truncation(None if most < 0 else most, keeps_first=request.truncation_side == "right")
@@ -134,9 +145,9 @@ def request_for_prompt(
 
 
 def output_constraints(request: GenerationRequest) -> Iterator[OutputConstraint]:
-    """Yield the constraints on the output that a request sets in `response_format`, `structured_outputs` and their
-    aliases. The fields `allowed_token_ids` and `bad_words` are not included. Raises RefusedError if a schema is not
-    UTF-8."""
+    """Yield the constraints on the output that a request sets in `response_format`, `structured_outputs` and the
+    aliases of these fields. `allowed_token_ids` and `bad_words` are left to `_token_constraints`. Raises RefusedError
+    if a schema is not UTF-8."""
     match request.response_format:
         case JsonObjectFormat(schema=schema) if schema is UNSET or bytes(schema) == _NULL:
             yield "response_format", "json_object", True
@@ -164,8 +175,8 @@ def output_constraints(request: GenerationRequest) -> Iterator[OutputConstraint]
 
 
 def _token_constraints(request: GenerationRequest, model: ModelInfo) -> Iterator[OutputConstraint]:
-    """Yield the constraints on the output that a request sets in `allowed_token_ids` and `bad_words`. Each constraint
-    is converted to a Lark grammar. Raises RefusedError if a list has too many entries, or an entry is invalid."""
+    """Convert the request fields `allowed_token_ids` and `bad_words` to Lark grammars, and yield each as a constraint
+    on the output. Raises RefusedError if a list has too many entries, or an entry is invalid."""
     for field, limit in (("allowed_token_ids", model.vocab_size), ("bad_words", _MAX_BAD_WORDS)):
         if (count := len(getattr(request, field) or ())) > limit:
             raise invalid(field, f"{field} has {count} entries, at most {limit} are allowed; send fewer")
@@ -186,8 +197,9 @@ def _token_constraints(request: GenerationRequest, model: ModelInfo) -> Iterator
 
 
 def _text(schema: Raw, field: str) -> str:
-    """Return the JSON text of a schema in a request. A client may send the schema as JSON, or as a JSON string that
-    contains this text. `field` is the name of the request's field. Raises RefusedError if the schema is not UTF-8."""
+    """Return a schema of a request as JSON text. A client may send the schema as a JSON object, or as a JSON string
+    that contains the text of the object. `field` is the name of the request field, for errors. Raises RefusedError if
+    the schema is not UTF-8."""
     try:
         text = bytes(schema).decode().strip()
         return msgspec.json.decode(text, type=str) if text.startswith('"') else text

@@ -20,7 +20,7 @@ INT64 = Range(-(2**63), 2**63 - 1)
 
 
 def within(legal: Range) -> Meta:
-    """Return the bounds of a request field's value, as msgspec metadata for the field's type."""
+    """Return msgspec metadata that limits the value of a request field to the range `legal`."""
     limits: dict[str, Any] = {"gt" if legal.excludes_low else "ge": legal.low}
     if legal.high < 2**63:
         limits["le"] = legal.high
@@ -28,8 +28,8 @@ def within(legal: Range) -> Meta:
 
 
 def why(text: str) -> Meta:
-    """Return the description of a request field, as msgspec metadata for the field's type. The description of an
-    unsupported field gives the reason.
+    """Return msgspec metadata that contains the description of a request field. If the field is not supported, the
+    description gives the reason.
 
     Error messages about the field quote the description. It must not contain the word "context": coding agents shorten
     their conversation after an error with this word.
@@ -77,8 +77,9 @@ class StructuredOutputsField(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def _nest_fields(given: dict[str, Any], name: str) -> dict[str, Any]:
-    """Move the fields of a JSON object, except `type`, into a nested object called `name`, and return the new object.
-    If the object already has a field called `name`, return the object unchanged."""
+    """Move all fields of a JSON object except `type` into a nested object called `name`, and return the new object. For
+    example, `{"type": "t", "a": 1}` becomes `{"type": "t", name: {"a": 1}}`. If the object already has a field called
+    `name`, return it unchanged."""
     inner = {key: value for key, value in given.items() if key != "type"}
     return given if name in given else {"type": given.get("type"), name: inner}
 
@@ -114,8 +115,9 @@ class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unkno
 
     @staticmethod
     def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
-        """Convert an output format of OpenAI's Responses API, which has no nested object, to the format of chat
-        completions."""
+        """Convert an output format of OpenAI's Responses API to the format of chat completions. The Responses API has
+        the fields at the top level; chat completions have them in the nested object `json_schema`. A format of chat
+        completions is returned unchanged."""
         return _nest_fields(given, "json_schema")
 
 
@@ -262,8 +264,8 @@ class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=
 
     @staticmethod
     def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
-        """Convert a tool of OpenAI's Responses API to a tool of chat completions. The fields of the function are moved
-        into a nested object `function`. A tool of chat completions is returned unchanged."""
+        """Convert a tool of OpenAI's Responses API to a tool of chat completions. The fields of the function, such as
+        `name`, move into a nested object `function`. A tool of chat completions is returned unchanged."""
         if "function" in given or "name" not in given:
             return given
         names = FunctionField.__struct_fields__
@@ -283,8 +285,9 @@ class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools", forbid_u
 
     @staticmethod
     def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
-        """Convert a tool choice of OpenAI's Responses API, which has no nested object, to a tool choice of chat
-        completions."""
+        """Convert a tool choice of OpenAI's Responses API to a tool choice of chat completions. The Responses API has
+        the fields at the top level; chat completions have them in the nested object `allowed_tools`. A tool choice of
+        chat completions is returned unchanged."""
         return _nest_fields(given, "allowed_tools")
 
 
@@ -388,8 +391,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
 
     @staticmethod
     def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
-        """Convert fields of other APIs to the equivalent fields of chat completions, and return the request. The fields
-        are a tool choice of Mistral or Anthropic, and a `reasoning` object of OpenRouter."""
+        """Convert the fields of other APIs in a request to the equivalent fields of chat completions, and return the
+        request. These fields are a tool choice of Mistral or Anthropic, and the object `reasoning` of OpenRouter."""
         meant = dict(given)
         match given.get("tool_choice"):
             case "any" | {"type": "any"}:

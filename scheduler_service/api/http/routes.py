@@ -78,15 +78,16 @@ _RESPONSE = "/v1/responses/{response_id}"
 
 
 class Routes:
-    """The routes of the HTTP API. An ASGI application that passes each HTTP call to the function for its path and
+    """The routes of the HTTP API: an ASGI application that passes each HTTP call to the function for its path and
     method.
 
     Attributes:
         intake: The intake that validates and queues the requests of all APIs of this process.
-        forward: Forwards RPCs about detached requests (requests that run without their client) and stored records to
-            the scheduler.
-        admission: Checks the caller of each call, and limits the bytes that calls hold.
-        as_read: Returns the type that requests of a given type are decoded into. The two differ only with `--lenient`.
+        forward: Sends RPCs about detached requests (requests that run without their client) and stored responses to the
+            scheduler.
+        admission: Checks the caller of each call, and limits the memory that calls use.
+        as_read: Maps a request type to the type that the server decodes requests into. With `--lenient`, this is a copy
+            that ignores unknown fields. Otherwise it is the request type itself.
     """
 
     def __init__(
@@ -135,8 +136,8 @@ class Routes:
         await self._router(scope, receive, send)
 
     async def _health(self, request: Request) -> Response:
-        """Return an empty answer with status 200 if the server accepts requests. Otherwise raise RefusedError, for
-        which the client gets status 503."""
+        """Answer a health check. Return an empty answer with status 200 if the server accepts requests. Otherwise raise
+        RefusedError; the client then gets status 503."""
         availability = self.intake.engine.availability
         if availability.is_serving:
             return Response(status_code=200)
@@ -170,8 +171,8 @@ class Routes:
 
 
 def _constant(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return an HTTP handler that always answers with `content`. The content is generated once, when the routes are
-    created, because the API documents take long to generate."""
+    """Return an HTTP handler that always answers with `content`. The server builds such content (for example the API
+    documents) once at its start, because building it takes long."""
 
     async def answer(request: Request) -> Response:
         return Response(content, media_type=media_type)
@@ -181,13 +182,13 @@ def _constant(content: bytes, media_type: str) -> Callable[[Request], Awaitable[
 
 def _is_of_anthropic(scope: Scope) -> bool:
     """Return whether an HTTP call comes from a client of Anthropic's API. Such a client sends the header
-    `anthropic-version`, and expects another format for lists of models."""
+    `anthropic-version`, and expects lists of models in Anthropic's format."""
     return b"anthropic-version" in scope["header_values"]
 
 
 class _Endpoint:
-    """An ASGI application that serves the HTTP calls of one `TypedRoute`. It reads and decodes the body, checks the
-    model's name, applies the timeout and sends the answer."""
+    """An ASGI application that serves the HTTP calls of one route. It decodes the request, checks the model's name,
+    applies the timeout, calls the route's function and sends the answer."""
 
     def __init__(self, route: TypedRoute, routes: Routes) -> None:
         self._route = route

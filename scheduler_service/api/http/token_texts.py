@@ -36,8 +36,8 @@ _Row = tuple[int, float | None, str, dict[str, float] | None]
 
 @dataclass(frozen=True, slots=True)
 class TokenTexts:
-    """The texts of a model's tokens, for answers that list tokens. If `as_ids` is set or the model has no tokenizer,
-    the text of a token is `token_id:N`, where N is the token's id."""
+    """A lookup of the text of a token by its id, for answers that list tokens. If `as_ids` is set or the model has no
+    tokenizer, the text of a token is `token_id:N`, where N is the token's id."""
 
     tokenizer: Tokenizer | None
     as_ids: bool = False
@@ -72,8 +72,9 @@ class TokenTexts:
         )
 
     def prompt_logprobs(self, entries: Iterable[TokenLogprobs]) -> PromptLogprobsField:
-        """Return the log-probabilities of a prompt's tokens, with one entry for each token. An entry contains the token
-        of the prompt and the most likely tokens at that place. The entry of the first token is None."""
+        """Convert the log-probabilities of a prompt's tokens to the format of the answer's field `prompt_logprobs`: a
+        list with one entry for each token. An entry contains the token of the prompt and the most likely tokens at its
+        position. The entry of the first token is None."""
         found: PromptLogprobsField = encode_list(itertools.chain([None], map(self._prompt_logprob, entries)))
         return found
 
@@ -86,14 +87,14 @@ class TokenTexts:
         return {entry.token_id: own} | ranked
 
     def _readable(self, token_id: int) -> str:
-        """Return the text of a token, with U+FFFD in place of invalid UTF-8. This text may be ambiguous, but the answer
-        also contains the token's id."""
+        """Return the text of a token, in which U+FFFD replaces invalid UTF-8. Different tokens may have the same text,
+        but the answer also contains the token's id."""
         return self.bytes_of(token_id).decode(errors="replace")
 
 
 class CompletionTokens:
-    """The tokens of one output of `/v1/completions` up to now. The object counts characters, because the answer
-    contains the offset of each token in the text."""
+    """A converter of the tokens of one output to the format of `/v1/completions`. It counts the characters of the
+    tokens up to now, because the answer contains the offset of each token in the text."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -101,9 +102,9 @@ class CompletionTokens:
         self._num_chars = 0
 
     def logprobs(self, entries: Iterable[TokenLogprobs], first_token_id: int | None = None) -> CompletionLogprobs:
-        """Return the log-probabilities of the next tokens, in the column format of OpenAI's completions. If
-        `first_token_id` is set, this token comes first and has no log-probability. It is the first token of a
-        prompt."""
+        """Convert the log-probabilities of the next tokens to the format of OpenAI's completions, which has one list
+        for each kind of value. If `first_token_id` (the first token of an echoed prompt) is set, this token comes
+        first, without a log-probability."""
         columns: list[list[bytes]] = [[], [], [], []]  # the encoded pieces of each column
         rows = self._rows(entries, first_token_id)
         while piece := list(itertools.islice(rows, _PIECE_ROWS)):
@@ -130,12 +131,12 @@ class CompletionTokens:
 
 
 class ReasoningTokens:
-    """A counter of the reasoning tokens in one output. It also removes these tokens from deltas (pieces of new output).
-    A token belongs to the reasoning if its text begins between the reasoning tags."""
+    """A filter that counts the reasoning tokens in one output and removes them from deltas (pieces of new output). A
+    token belongs to the reasoning if its text begins between the reasoning tags."""
 
     def __init__(self, texts: TokenTexts, parser: OutputParser) -> None:
-        """Create a counter of reasoning tokens for one output. `parser` is the parser that reads the text of the same
-        output, and so knows where the reasoning ends."""
+        """Create a filter of the reasoning tokens of one output. `parser` must be the parser that reads the text of the
+        same output. The filter asks the parser which characters belong to the reasoning."""
         self.count = 0
         self._texts = texts
         self._parser = parser
@@ -144,9 +145,9 @@ class ReasoningTokens:
         self._unknown: deque[tuple[int, int, TokenLogprobs | None]] = deque()  # (text offset, token id, logprobs)
 
     def others(self, delta: Delta) -> Delta:
-        """Count the reasoning tokens of a delta, and return the delta without these tokens. The parser must have read
-        the delta's text before. If a token cannot be classified before more text arrives, a later delta includes the
-        token."""
+        """Count the reasoning tokens of a delta (a piece of new output), and return the delta without these tokens.
+        Call this after the parser has read the text of the delta. If more text is needed to classify a token, a later
+        call counts or returns the token."""
         for token_id, entry in itertools.zip_longest(delta.token_ids, delta.logprobs):
             self._unknown.append((self._num_chars, token_id, entry))
             self._num_chars += len(self._decoder.decode(self._texts.bytes_of(token_id)))

@@ -61,8 +61,9 @@ async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> 
 
 
 def described_tokenizer(intake: Intake) -> bytes:
-    """Answer a call of `/tokenizer_info`. Return the JSON with the tokenizer's class, special tokens, lengths and chat
-    template, under vLLM's names. Raises RefusedError if the checkpoint has no tokenizer."""
+    """Answer a call of `/tokenizer_info`. Return the JSON with the tokenizer's class, special tokens, vocabulary size,
+    maximum sequence length and chat template. The fields have the same names as in vLLM. Raises RefusedError if the
+    checkpoint has no tokenizer."""
     _tokenizer(intake)
     model = intake.model
     return encode(
@@ -80,7 +81,7 @@ def described_tokenizer(intake: Intake) -> bytes:
 
 async def render(read: DecodedCall, intake: Intake, model_name: str) -> list[Raw]:
     """Answer a call that asks for the tokens of its prompts instead of an output. Return the JSON with the token ids of
-    each prompt, as they would be queued for the model. Raises RefusedError if a prompt is invalid or too long."""
+    each prompt, as the model would get them. Raises RefusedError if a prompt is invalid or too long."""
     rendered = []
     with read.names.translate_refusals():
         for each in read.requests:

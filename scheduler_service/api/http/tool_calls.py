@@ -43,9 +43,12 @@ ParserMaker = Callable[[], OutputParser]
 
 
 def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[dict[str, Parameters], set[str]]:
-    """Return the parameters of the functions that the model may call in its output, keyed by function name. Also return
-    the JSON Schema keywords in these parameters that are not enforced. Raises RefusedError if a tool or the tool choice
-    is invalid, or if the model's format of tool calls is unknown."""
+    """Collect the functions that the model may call in its output. Raises RefusedError if a tool or the tool choice is
+    invalid, or if the model's format of tool calls is unknown.
+
+    Returns the parameters of each function, keyed by function name, and the set of JSON Schema keywords in the tools
+    that are not enforced.
+    """
     tools, (mode, names) = request.tools or [], _choice_of(request)
     if not (tools or names or mode == "required"):
         return {}, set()
@@ -83,9 +86,9 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[di
 
 
 def _check_strict(field: str, name: str, keywords: set[str]) -> None:
-    """Raise RefusedError if a tool with `strict` set has a JSON Schema with keywords that cannot be enforced. `oneOf`
-    is an exception, because the grammar compiler gets a strict schema with `oneOf` unchanged. `name` is the function's
-    name."""
+    """Check the JSON Schema of a tool that sets `strict`. `keywords` are the keywords in the schema that cannot be
+    enforced. Raises RefusedError if there are any, except `oneOf`: the grammar compiler gets a strict schema unchanged,
+    with its `oneOf`. `name` is the function's name."""
     if asked := ", ".join(sorted(keywords - {"oneOf"})):
         raise invalid(
             field,
@@ -104,7 +107,7 @@ def _too_large(field: str, error: SchemaBudgetError) -> RefusedError:
 
 def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
     """Return the mode of a request's tool choice (`none`, `auto` or `required`), and the names of the functions that
-    the model may call. If the set of names is empty, the model may call all functions."""
+    the model may call. An empty set of names means all functions."""
     match request.tool_choice:
         case ToolField(function=function):
             return "required", {function.name}
@@ -119,10 +122,12 @@ def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
 def chat_grammars(
     request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Parameters], prompt: str, rules: ChatRules
 ) -> list[OutputConstraint]:
-    """Return the constraints on the output of a chat, other than `allowed_token_ids` and `bad_words`. The constraints
-    cover tool calls, the format of the text after the reasoning, and the maximum number of reasoning tokens. Raises
-    RefusedError if the output begins with reasoning and a constraint cannot apply to only the text after the reasoning.
-    Raises RefusedError also if a reasoning budget is set for a model without reasoning."""
+    """Return the constraints on the output of a chat: on tool calls, on the text after the reasoning, and on the number
+    of reasoning tokens. `allowed_token_ids` and `bad_words` are not included.
+
+    Raises RefusedError if the output begins with reasoning, and a constraint cannot be limited to the text after the
+    reasoning. Raises RefusedError also if the request limits the reasoning tokens of a model without reasoning.
+    """
     budget = None if request.thinking_token_budget == -1 else request.thinking_token_budget
     if budget is not None and not output.has_reasoning:
         raise invalid(
@@ -155,9 +160,10 @@ def chat_grammars(
 
 
 def _as_tag_format(found: list[OutputConstraint], besides: str, output: ChatFormat) -> dict[str, Any] | None:
-    """Convert the constraint on a chat's text to a format in a structural tag. Return None if there is no constraint,
-    or if the constraint is invalid; the grammar compiler refuses an invalid constraint later. Raises RefusedError if a
-    structural tag cannot contain this kind of constraint."""
+    """Convert the constraint in `found` to a format of a structural tag (a grammar that can combine tool calls,
+    reasoning and text). Return None if there is not exactly one constraint, or if the constraint is invalid; the
+    grammar compiler refuses an invalid constraint later. Raises RefusedError if a structural tag does not support this
+    kind of constraint."""
     if len(found) != 1:
         return None
     [(field, kind, value)] = found
@@ -189,7 +195,7 @@ _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 class MessageParts(NamedTuple):
-    """The parts that a piece of the model's output adds to its chat message."""
+    """The content, reasoning and tool calls that a piece of the model's output adds to a chat message."""
 
     content: str
     reasoning: str = ""
@@ -197,20 +203,20 @@ class MessageParts(NamedTuple):
 
 
 class SampleReader:
-    """An incremental reader of one output of a chat. It converts each piece of text into content, reasoning and tool
-    calls of a chat message."""
+    """An incremental reader of the output of a chat. It splits each new piece of text into the content, reasoning and
+    tool calls of a chat message."""
 
     def __init__(self, parser: OutputParser, *, joins_reasoning: bool = False) -> None:
-        """Create a reader of one output of a chat. If `joins_reasoning`, the reasoning becomes a part of the content. A
-        change between reasoning and other content then begins a new line."""
+        """Create a reader of one output of a chat. If `joins_reasoning` is true, the reader adds the reasoning to the
+        content. A new line separates the reasoning from other content."""
         self._parser = parser
         self._joins_reasoning = joins_reasoning
         self._last: type[OutputPart] | None = None  # the last part added to the content, if reasoning is joined
         self.num_calls = 0
 
     def read(self, text: str, *, is_last: bool) -> MessageParts:
-        """Read the next piece of the output's text, and return the parts that it adds to the message. `is_last` is true
-        for the last piece of the output."""
+        """Read the next piece of the output's text. Return the content, reasoning and tool calls that it adds to the
+        message. `is_last` is true for the last piece of the output."""
         content, reasoning = [], []
         calls: list[tuple[ToolCall, list[str]]] = []  # each call, with the pieces of its arguments
         for part in self._parser.feed(text, is_last=is_last):
@@ -243,7 +249,7 @@ def _with_arguments(call: ToolCall, pieces: Iterable[str]) -> ToolCall:
 
 def object_of(arguments: str) -> dict[str, Any]:
     """Parse the JSON arguments of a tool call, and return the JSON object. If the arguments are not a JSON object,
-    return an object with their text under the key NOT_AN_OBJECT."""
+    return an object that contains their text under the key NOT_AN_OBJECT."""
     try:
         read = from_json(arguments)
     except ValueError:
@@ -252,6 +258,6 @@ def object_of(arguments: str) -> dict[str, Any]:
 
 
 def without_indexes(calls: tuple[ToolCall, ...]) -> list[ToolCall]:
-    """Return the tool calls of a whole answer. A whole answer omits the indexes of tool calls, which only events
-    need."""
+    """Remove the indexes from tool calls, for an answer that is not streamed. Only the events of a streamed answer need
+    them."""
     return [ToolCall(call.function, UNSET, call.id, call.type) for call in calls]

@@ -25,8 +25,9 @@ VENDOR_WARNING = "images, files and lists of tools are left out of calls of tool
 
 
 def vendor_text(item: dict[str, Any]) -> str:
-    """Return the text by which the prompt represents a tool call, or its result, from the servers of a vendor such as
-    OpenAI. `item` is an item or content block of a conversation. Return an empty string for other items."""
+    """Describe the call or the result of a tool that ran on the servers of a vendor such as OpenAI, as a text for the
+    prompt. `item` is an item or content block of a conversation. Return an empty string if it is not such a call or
+    result."""
     kind, name = str(item.get("type")), item.get("name")
     if kind.startswith("tool_search_") and item.get("call_id"):
         return ""  # the client ran this search
@@ -44,13 +45,13 @@ def vendor_text(item: dict[str, Any]) -> str:
 
 
 def is_vendor_result(item: dict[str, Any]) -> bool:
-    """Return whether a conversation item is the result of a tool that ran on a vendor's servers. Some tools have one
-    item for both the call and the result; such an item is not counted as a result."""
+    """Return whether a conversation item is the result of a tool that ran on a vendor's servers. Return False for an
+    item that contains both the call and the result, as some tools have."""
     return _RESULT.fullmatch(str(item.get("type"))) is not None
 
 
 def leaves_out(text: str) -> bool:
-    """Return whether a text made by `vendor_text` contains a placeholder for an omitted part, such as an image."""
+    """Return whether a text of `vendor_text` contains a placeholder for an omitted part, such as an image."""
     return text.lstrip().startswith("[") and " was left out here: " in text
 
 
