@@ -17,8 +17,8 @@ Integers = Mapping[str, tuple[Callable[[str], int], int, str]]
 
 @dataclass(frozen=True, slots=True)
 class RangeRatio:
-    """How much the prompt and output lengths of a random workload vary around the requested length. Each field is a
-    relative spread in [0, 1)."""
+    """The relative spread of the random prompt lengths and output lengths of a benchmark workload. Each field is in [0,
+    1). A spread of 0.2 draws lengths from 80% to 120% of the requested length."""
 
     input: float
     output: float
@@ -40,10 +40,10 @@ def range_ratio(text: str) -> RangeRatio:
 
 
 def bench_parser(verb: str, description: str, own: Integers, *, input_len: int, output_len: int) -> Parser:
-    """Return the argument parser of a `pagewire bench` command, with the integer flags `own` and the flags that all
-    benchmarks share.
+    """Return the argument parser of a `pagewire bench` command. The parser has the integer flags `own` of this command,
+    and the flags that all benchmarks share.
 
-    `input_len` and `output_len` are the default lengths in tokens.
+    `input_len` and `output_len` are the default prompt and output lengths in tokens.
     """
     parser = Parser(
         prog=f"pagewire bench {verb}",
@@ -82,7 +82,8 @@ def _add_integers(group: argparse._ActionsContainer, integers: Integers) -> None
 def sampling(parsed: argparse.Namespace) -> SamplingParams:
     """Return the sampling parameters for the requests of a benchmark, from the parsed command line flags.
 
-    `ignore_eos` is set, so that each output has its full length. Parameters without a flag are left to the server.
+    `ignore_eos` is set, so that each output has its full length. For parameters without a flag, the server's defaults
+    apply.
     """
     left = {field.name: None for field in FLAGS if field.name not in (*BOOLEAN_FIELDS, "max_tokens")}
     return SamplingParams(**left | {name: getattr(parsed, name) for name in BENCH_FIELDS}, ignore_eos=True)

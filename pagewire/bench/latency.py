@@ -106,8 +106,9 @@ class _Bench:
             return _iterations(info, await self._batches("latency", info, [self._workload] * parsed.num_iters))
 
     async def _profiled(self, info: ServerInfo) -> Iterations:
-        """Measure the latency with a time profile. The benchmark alternates between batches of requests with one output
-        token and full batches, so that both kinds run under equal conditions."""
+        """Measure the latency and the time profile, which shows where the time of a token is spent. The benchmark
+        alternates between batches of requests with one output token and full batches, so that both kinds run under
+        equal conditions."""
         assert self._metrics_url is not None, "--profile was checked to have one"
         url, num_iters = self._metrics_url, self._parsed.num_iters
         workloads = [replace(self._workload, output_len=LengthRange(1, 1)), self._workload] * num_iters
@@ -134,8 +135,8 @@ class _Bench:
     ) -> list[Run]:
         """Run batches of requests one after another until a batch is interrupted. Return the timing of all batches.
 
-        Await `ended` after each complete batch. An interruption of `ended` also ends the loop. Each batch has new
-        prompts, so that no batch hits the prefix cache of another.
+        The callback `ended` is awaited after each complete batch. If it is cancelled, the loop ends too. Each batch has
+        new prompts, so that no batch finds its prompts in the prefix cache.
         """
         num_requests = sum(workload.num_prompts for workload in workloads)
         line = Progress(num_requests, None if self._parsed.disable_tqdm else sys.stderr, title=name)
@@ -157,8 +158,8 @@ class _Bench:
 
 
 def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:
-    """Combine the timings of batches into the result of the latency benchmark. A batch that was interrupted or that has
-    a failed request has no latency."""
+    """Build the result of the latency benchmark from the timing of its batches. The result has one latency for each
+    batch in which all requests finished. An interrupted batch is left out."""
     complete = [ran for ran in runs if not ran.was_interrupted]
     latencies = tuple(ran.duration for ran in complete if all(record.is_finished for record in ran.records))
     records = tuple(record for ran in complete for record in ran.records)

@@ -45,8 +45,9 @@ class Total:
 class ServerTimes:
     """Times in seconds that a server has accumulated since its start.
 
-    `steps` has the durations of the worker's model steps. `first_tokens` and `later_tokens` have the times at which the
-    scheduler published a token: since the arrival of the request, and since the previous token.
+    `steps` has the durations of the worker's model steps. `first_tokens` has the times from the arrival of a request to
+    its first token. `later_tokens` has the times between consecutive tokens of a request. For both, the scheduler reads
+    the clock when it publishes a token.
     """
 
     steps: Total = Total()
@@ -122,8 +123,9 @@ def _value(values: dict[str, float], name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The mean times of a single stream of tokens, in seconds: on the worker, in the scheduler, and at the client. A
-    difference between two of these places can be negative because of measurement errors."""
+    """The mean times of the first token and of each later token of a single response stream, in seconds. The times are
+    measured at three places: the worker, the scheduler and the client. The difference between the times at two places
+    can be negative because of measurement errors."""
 
     num_requests: int
     num_prefill_steps: float  # per request
@@ -139,8 +141,8 @@ class Profile:
 
     @property
     def admission(self) -> float:
-        """The time from the arrival of a request at the scheduler to the first token, without the worker's steps, in
-        seconds."""
+        """The time in seconds from the arrival of a request at the scheduler to the first token, without the duration
+        of the worker's steps."""
         return self.server_ttft - self.prefill
 
     @property
@@ -153,7 +155,8 @@ class Profile:
     def between_steps(self) -> float:
         """The part of the time per output token in which the worker is idle, in seconds.
 
-        This is the time for plans, results and their transmission, as far as it does not overlap with computing.
+        This is the time to plan a step, to process its results, and to transmit the plan and the results. Work that
+        overlaps with the worker's computation is not included.
         """
         return self.server_itl - self.decode_step
 
@@ -166,8 +169,8 @@ class Profile:
 
 def profile(prefill: ServerTimes, full: ServerTimes, records: Sequence[RequestRecord]) -> Profile:
     """Compute the time profile of a single stream from two kinds of requests. `prefill` has the server's times for
-    requests with one output token. `full` has the times for equally many requests with all output tokens. `records` has
-    the timing of these full requests at the client.
+    requests with one output token. `full` has the times for the same number of requests with all output tokens.
+    `records` has the timing of these full requests at the client.
 
     Raise CommandError if the server's token counts differ from the benchmark's, which means that other requests ran.
     """
@@ -239,8 +242,8 @@ PARTS = {
 
 
 def _part_rows(parts: Mapping[str, float], told: Set[str]) -> list[tuple[str, float]]:
-    """Return a table row (text, seconds) for each part of a worker's step that is in `told`, even if the part's time in
-    `parts` is 0."""
+    """Return the rows (text, seconds) of a table that shows the parts of a worker's step. The table has a row for each
+    part whose name is in `told`, even if the time of the part in `parts` is 0."""
     return [(text, parts.get(name, 0.0)) for name, text in PARTS.items() if name in told]
 
 

@@ -41,8 +41,8 @@ def write(path: Path, figures: Mapping[str, Any]) -> None:
 
 
 def figures(verb: str, info: ServerInfo, measured: Run, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a benchmark's JSON output file as a dict: the time, the model, the server, and then the
-    fields `own` of the benchmark."""
+    """Return the content of a benchmark's JSON output file as a dict. The fields that all benchmarks share come first:
+    the time, the model, and the server. The results of this benchmark, `own`, follow."""
     return {
         "date": f"{datetime.now():%Y%m%d-%H%M%S}",
         "backend": "pagewire",

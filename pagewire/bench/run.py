@@ -88,7 +88,7 @@ async def run(
     """Send the requests of a benchmark to the server and return their timing. At most `max_concurrency` requests run at
     a time.
 
-    Cancellation, which Ctrl-C causes, is not raised. The function then returns the measurements so far.
+    If the coroutine is cancelled, as by Ctrl-C, it returns the measurements so far and does not raise CancelledError.
     """
     sender = _Sender(client, sampling, progress, max_concurrency)
     was_interrupted = False
@@ -167,7 +167,8 @@ def check_fits(workload: Workload, info: ServerInfo) -> None:
 def exit_code(measured: Run) -> int:
     """Print the errors of failed requests to standard error, and return the exit code of the benchmark.
 
-    A run without a finished request counts as a failure, unless the run was interrupted.
+    The exit code is INTERRUPTED if the run was interrupted. Otherwise, it is SUCCESS if at least one request finished,
+    and FAILURE if none did.
     """
     errors = [record.error for record in measured.records if record.error is not None]
     for error in errors[:MAX_SHOWN_ERRORS]:

@@ -24,10 +24,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def opened(
     parser: Parser, parsed: argparse.Namespace, serve_flags: Sequence[str], extra_flags: Sequence[str] = ()
 ) -> Iterator[AsyncClient]:
-    """Provide a client of the server to benchmark, inside a `with` block. The server is either running at a given URL
-    or started locally for the block. The client is not yet connected.
+    """Provide a client for the server that a benchmark measures, inside a `with` block. With the flag `--url`, this is
+    a running server. With the flag `--model`, a local server is started for the block. The client is not yet connected.
 
-    `extra_flags` are for a local server and override `serve_flags`.
+    `serve_flags` and `extra_flags` are flags for the local server. `extra_flags` override `serve_flags`.
     """
     if (parsed.model is None) == (parsed.url is None):
         parser.error("give either --model MODEL, to start a server for it, or --url of a running server")

@@ -29,7 +29,7 @@ _INTEGERS: flags.Integers = {
 class Totals:
     """The totals of a throughput benchmark.
 
-    Requests that were interrupted count with the tokens that they received. Failed requests count no tokens.
+    The token counts include the tokens that interrupted requests received. They include no tokens of failed requests.
     """
 
     duration: float  # in seconds
