@@ -107,7 +107,7 @@ def _flow(texts: Sequence[str], num_columns: int) -> list[str]:
 
 
 def _summary(uses: Sequence[int]) -> int:
-    """Return the use that a cell of the map shows if it stands for several KV cache blocks. This is the most frequent
-    use, or the highest value in a tie."""
+    """Return the use to show in a map cell that represents several KV cache blocks. `uses` has the use of each block,
+    as a number. The result is the most frequent use. In a tie, it is the use with the highest number."""
     counts = Counter(uses)
     return max(counts, key=lambda use: (counts[use], use))

@@ -35,11 +35,11 @@ _NO_TEXTS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), 
 
 
 class Conversation:
-    """The messages of a chat so far. The class renders them to the prompt for the next answer.
+    """The messages of a chat so far. The class renders the messages to the prompt for the next answer.
 
-    With a chat template, the prompt is the rendered messages. Without a template, the prompt is the concatenation of
-    all texts, which the model continues. `special_tokens` are variables of the template. `bos_token` renders as an
-    empty text, since the server's tokenizer adds this token. Raise CommandError if the template fails.
+    With a chat template, the prompt is the output of the template. Without a template, the prompt is the concatenation
+    of all message texts, which the model continues. `special_tokens` are variables of the template. `bos_token` renders
+    as an empty text, since the server's tokenizer adds this token. Raise CommandError if the template fails.
     """
 
     def __init__(self, template: str | None, system: str | None, special_tokens: Mapping[str, str] = _NO_TEXTS) -> None:

@@ -96,8 +96,8 @@ def tell(text: str) -> None:
 
 
 def _redirect_to_null(stream: TextIO) -> None:
-    """Redirect an output stream that cannot be written to the null device. Flushing the stream's buffer at exit then
-    does not fail again."""
+    """Redirect an output stream to the null device after a write to the stream has failed. Flushing the stream's buffer
+    at exit then does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -186,12 +186,12 @@ def _run(verb: Verb, arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _interrupts(verb: Verb) -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt inside a `with` block that runs a client command, so that the client can clean
-    up.
+    """Let Ctrl-C raise KeyboardInterrupt in the client command that runs inside the `with` block, so that the client
+    can clean up.
 
-    This applies only if the process belongs to the command (`pagewire.__main__`). Service commands, such as `serve`,
-    drain on Ctrl-C instead. They hold no resources until their event loop handles the signal, so before this point,
-    Ctrl-C may end the process at once.
+    The function changes nothing if the process does not belong to the command (see `pagewire.__main__`). Service
+    commands, such as `serve`, finish running requests on Ctrl-C instead, as soon as their event loop handles the
+    signal. Before this point they hold no resources, so Ctrl-C may end the process at once.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
         yield

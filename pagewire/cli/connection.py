@@ -18,8 +18,8 @@ API_KEY_VARIABLE = "PAGEWIRE_API_KEY"
 def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None) -> None:
     """Add the command line flags for the connection to a server, such as `--url`, to a parser.
 
-    A command that works without a server gives `without_url`, a description of the alternative. `--url` then has no
-    default, not even from the environment.
+    For a command that can also run without a server, `without_url` describes the alternative in the help of `--url`.
+    The flag `--url` then has no default, not even from the environment.
     """
     group = parser.add_argument_group("connection")
     text = "address of the server: HOST:PORT, or grpcs://HOST:PORT for TLS"

@@ -24,11 +24,9 @@ SUCCESS, DIFFERENT, UNREADABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command `pagewire replay`, which replays a recording of the scheduler. Return the exit code.
-
-    The exit code is 0 if all plans are the same. It is 1 if a plan differs or the recording is cut short, and 2 if the
-    recording cannot be read.
-    """
+    """Run the command `pagewire replay`, which replays a recording of the scheduler. Return the exit code: 0 if every
+    plan equals the recorded plan, 1 if a plan differs or the recording is cut short, and 2 if the recording cannot be
+    read."""
     parser = Parser(
         prog="pagewire replay",
         description="Run a scheduler's recording (--record FILE) again without a worker, and check that all plans are "
@@ -91,9 +89,12 @@ def _replay(reader: RecordingReader, *, prints_plans: bool) -> int:
 
 
 def _perform(scheduler: Scheduler, event: Event) -> tuple[Any, Any]:
-    """Apply a recorded event to the scheduler by calling the method that the event names. Return the method's result,
-    and the same result as recordings encode it. If the method raises an exception, the results are None and the encoded
-    exception."""
+    """Apply a recorded event to the scheduler: call the scheduler's method that the event names, with the recorded
+    arguments.
+
+    Return a pair: the result of the method, and the same result in the encoding of recordings. If the method raises an
+    exception, the pair is None and the encoded exception.
+    """
     try:
         value = getattr(scheduler, event.name)(*event.arguments, event.now)
     except Exception as error:  # compared with the recorded exception

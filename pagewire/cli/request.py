@@ -203,8 +203,8 @@ def _describe_output(output: CompletionOutput) -> dict[str, Any]:
 
 
 def submit(arguments: Sequence[str]) -> int:
-    """Run the command `pagewire submit`. It queues a detached request, which runs without a connection, and prints the
-    request's id. Return the exit code."""
+    """Run the command `pagewire submit`. It queues a detached request, which runs on the server independently of this
+    process, and prints the request's id. Return the exit code."""
     parser = Parser(
         prog="pagewire submit",
         usage="pagewire submit TEXT [flags]",
@@ -220,7 +220,7 @@ def submit(arguments: Sequence[str]) -> int:
 
 def attach(arguments: Sequence[str]) -> int:
     """Run the command `pagewire attach`. It streams the output of a detached request, which was queued by `pagewire
-    submit`. Return the exit code."""
+    submit` and runs on the server. Return the exit code."""
     parser = _submitted_parser(
         "attach",
         "Stream the output of a submitted request. Ctrl-C leaves it running. A broken connection is retried.",

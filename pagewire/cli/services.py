@@ -234,8 +234,8 @@ def _front_end(config: Any, log_config: logs.LogConfig, environ: Mapping[str, st
 
 
 def _command(verb: str, config: Any, log_config: logs.LogConfig) -> list[str]:
-    """Return the command line that starts a service as a child process. `config` becomes the flags of the command
-    `verb`. The child ends together with this process."""
+    """Return the command line that starts a service as a child process. The command line has the subcommand `verb` and
+    the settings of `config` as flags. The child ends together with this process."""
     flags = [*options.to_flags(config), *options.to_flags(replace(log_config, termination_log=""))]
     return python_command("pagewire", verb, *flags)
 
@@ -258,8 +258,12 @@ def _check_http(parser: options.Parser, http: Any, scheduler_config: Any) -> Non
 
 
 def _ranks(resolved: options.Resolved, directory: Path) -> list[dict[str, Any]]:
-    """Return, for each tensor-parallel rank of the worker, the options that differ between ranks. These are a Unix
-    socket in `directory`, and a share of the CPUs."""
+    """Return a dict of options for each tensor-parallel rank of the worker, to start the rank as a child process.
+
+    Each rank gets its own Unix socket in `directory`. If there are several ranks, a rank also gets its number, the
+    address at which the ranks connect to each other, and its number of threads. By default, the ranks share the CPUs
+    equally.
+    """
     size = max(1, resolved.values["tensor_parallel_size"])
     sockets = [str(directory / f"rank-{rank}") for rank in range(size)]
     if size == 1:
@@ -337,8 +341,8 @@ def worker(arguments: Sequence[str]) -> int:
 
 
 def _configure_memory() -> None:
-    """Configure how this process frees memory and collects garbage. The settings suit a process that stores many texts
-    and tokens."""
+    """Configure the C allocator and the garbage collector of this process for a service that stores many texts and
+    tokens."""
     freed_memory.give_back_large()
     freed_memory.share_small()
     garbage_collection.keep_short()
@@ -404,8 +408,8 @@ def _locate(verb: str, resolved: options.Resolved, *, with_weights: bool) -> Loc
 
 
 def _with_directory(config: Any, found: LocatedModel) -> Any:
-    """Set the model directory in a service's config to the checkpoint that was found. A Hugging Face model is served
-    under its hub id by default."""
+    """Return a service's config with the model directory set to the checkpoint that was found. If no served model name
+    is configured, a Hugging Face model is served under its hub id."""
     changes = {"model": found.directory}
     if found.hub_id is not None and getattr(config, "served_model_name", "") is None:
         changes["served_model_name"] = found.hub_id
@@ -443,8 +447,8 @@ def _resolve(parser: options.Parser, known: Mapping[str, options.Option], argume
 
 
 def _with_http_port(parser: options.Parser, resolved: options.Resolved) -> options.Resolved:
-    """Return the options of `pagewire serve` with the port of the OpenAI API filled in. If the packages of the API are
-    not installed, the port is 0, and the API is not served."""
+    """Return the options of `pagewire serve` with the port of the OpenAI API filled in. If the packages that the API
+    needs are not installed, the port is 0, which turns the API off."""
     from scheduler_service.config import HTTP_PORT
 
     missing, port = installation.shortage("http"), resolved.values["http_port"]

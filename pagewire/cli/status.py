@@ -74,7 +74,7 @@ def _watch(view: "_View", as_json: bool) -> NoReturn:
 
 
 def _frame(text: str) -> str:
-    """Return the terminal output that replaces the screen shown before with `text`. Lines beyond the height of the
+    """Return the terminal output that overwrites the previous screen with `text`. Lines beyond the height of the
     terminal are left out."""
     lines = text.split("\n")[: shutil.get_terminal_size().lines - 1]
     return HOME + "".join(f"{line}{CLEAR_LINE}\n" for line in lines) + CLEAR_BELOW
