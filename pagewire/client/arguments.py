@@ -15,8 +15,8 @@ _MAX_SECONDS = 1e8
 
 
 def require(argument: str, value: object, is_legal: bool, kind: str) -> None:
-    """Raise TypeError with a message about a user's argument unless `is_legal`. The message says that `argument` must
-    be `kind`, and shows `value`."""
+    """Check an argument that a user gave. If `is_legal` is False, raise TypeError with a message that says that
+    `argument` must be `kind`, and that shows `value`."""
     if not is_legal:
         raise TypeError(f"{argument} must be {kind}{';' if ',' in kind else ','} got {value!r:.80}")
 

@@ -140,10 +140,11 @@ def _end() -> None:
 
 
 def _drop_inherited_loop() -> None:
-    """Drop the background event loop inherited from the parent, in a process that was just forked. The loop's thread
+    """Drop the background event loop that a forked process inherited from its parent. The thread that runs the loop
     does not exist in the child.
 
-    The tasks of that loop are not cancelled here. A no-op exception handler keeps asyncio from reporting them.
+    The tasks of the loop are not cancelled here. An exception handler that does nothing keeps asyncio from reporting
+    them.
     """
     global _current, _starting
     if _current is not None:

@@ -63,7 +63,8 @@ class RequestBatch:
 
     @property
     def completions(self) -> list[Completion]:
-        """The results of the batch, in the order of the requests. Only valid after all requests have ended."""
+        """The results of the batch, in the order of the requests. Read this property only after all requests have
+        ended."""
         return [self._completions[index] for index in range(len(self._requests))]
 
     async def run(self) -> list[Completion]:
@@ -139,7 +140,7 @@ class RequestBatch:
         self._has_news.set()
 
     async def _put_back(self, connection: Connection) -> None:
-        """Return the requests that the server refused to the queue of requests not yet sent.
+        """Put the requests that the server refused back into the queue of requests to send.
 
         If the server's queue is full and other requests of the batch are running, return at once: the next request is
         sent after one of them ends. Otherwise, wait for the retry delay. Raise the failure if a retry cannot help.

@@ -73,7 +73,8 @@ Put = Callable[[pb.GenerateResponse | PagewireError | None], None]
 
 
 class NotShared(PagewireError):
-    """Raised for the gRPC status UNIMPLEMENTED: the server does not support the method GenerateMany."""
+    """Raised if the server does not support GenerateMany, the gRPC method by which several requests share one call. The
+    gRPC status is UNIMPLEMENTED."""
 
 
 @dataclass(slots=True)
@@ -86,9 +87,10 @@ class _Request:
 
 
 class GenerateManyCall:
-    """One open gRPC call of the method GenerateMany, which carries many generation requests at the same time.
+    """An open gRPC call of the method GenerateMany, which carries many generation requests at the same time.
 
-    If `is_alone`, the call carries a single request that is too large to share a call, and ends with that request.
+    A request that is too large to share a call gets a call of its own. Such a call has `is_alone` set, and it ends with
+    its request.
     """
 
     def __init__(self, call: grpc.aio.StreamStreamCall, url: str, *, is_alone: bool = False) -> None:
@@ -199,10 +201,10 @@ class Connection:
 
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:
-        """Translate gRPC errors raised inside a `with` block into PagewireError.
+        """Translate the gRPC errors that are raised inside a `with` block into PagewireError.
 
-        Closing the connection cancels its gRPC calls, but not the tasks that wait for these calls. The CancelledError
-        that such a task raises becomes Cancelled.
+        Closing the connection cancels its gRPC calls. A task that waits for such a call then gets a CancelledError,
+        although the task itself was not cancelled. This CancelledError becomes the client's error Cancelled.
         """
         try:
             yield
@@ -274,8 +276,8 @@ class Connection:
         self.release()
 
     def release(self) -> None:
-        """Drop all references to the gRPC channel, so that the channel can be garbage collected. The channel was closed
-        before, or its event loop has ended."""
+        """Drop all references to the gRPC channel, so that the channel can be garbage collected. Before this call, the
+        channel must be closed, or its event loop must have ended."""
         self.channel = self.stub = None
         self._shared_calls = []
         _open_connections.discard(self)

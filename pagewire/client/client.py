@@ -377,8 +377,9 @@ class AsyncClient:
         max_reconnects: int = 5,
         timeout: float | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """Yield the output deltas of a detached request as `stream` does, for every sample from token `from_token` on.
-        A detached request is a request that was queued by `submit` and runs independently of the client.
+        """Yield the output deltas of a detached request as `stream` does, beginning with the token at index
+        `from_token` of every sample. A detached request is a request that was queued by `submit` and runs independently
+        of the client.
 
         If the connection breaks, the client reconnects and continues with the next token. Raise Unavailable after
         `max_reconnects` consecutive attempts without output, NotFound for an unknown id, and OutOfRange if `from_token`

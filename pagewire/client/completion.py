@@ -41,7 +41,8 @@ class Output:
         request_id: The id of the request.
         index: The index of the sample, from 0.
         token_ids: The new tokens.
-        text: The new text. It may lack the end of the tokens: an incomplete character or a possible stop text.
+        text: The new text. It may not yet include the last of `token_ids`, if their text is an incomplete character or
+            may be the beginning of a stop text.
         finish_reason: None until the last delta of the sample, then "stop", "length" or "abort".
         logprobs: The log-probabilities of the new tokens, or None if none were requested.
         cumulative_logprob: The sum of the log-probabilities of the output so far, if log-probabilities were
@@ -220,11 +221,11 @@ class CompletionBuilder:
 
 
 class Attachment:
-    """The position of a client in the streamed output of a detached request. The position is kept when the client
+    """The position of a client in the streamed output of a detached request. The client keeps the position when it
     reconnects to the server.
 
-    Invariant: each token, each prompt log-probability and the end of each sample are returned once and in order. The
-    server may send them again after a reconnect. A gap in the output raises InternalError.
+    Invariant: each token, each prompt log-probability and the end of each sample are returned to the caller once and in
+    order, although the server may repeat them after a reconnect. A gap in the output raises InternalError.
     """
 
     def __init__(self, from_token: int) -> None:

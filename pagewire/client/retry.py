@@ -17,7 +17,7 @@ _TIMEOUT_PASSED = "the timeout passed after repeated attempts; the last failure:
 
 
 class Attempts:
-    """Decides how often and how long a client call is retried.
+    """Decides whether and when a failed client call is retried.
 
     `retry_s` is the time after the start of the call during which the call may be retried. `timeout_s` limits the total
     time of all attempts; None means no limit. Both times are in seconds.

@@ -22,10 +22,10 @@ class Default(float):
 
 
 def _flag(default: Value, help_text: str, *, is_benched: bool = False) -> Value:
-    """Return a dataclass field that is also a command line flag. The client verbs, such as `pagewire complete`, have
-    the flag. The bench verbs have it too if `is_benched`.
+    """Return a dataclass field that is also a command line flag of the client commands, such as `pagewire complete`. If
+    `is_benched`, the `pagewire bench` commands have the flag too.
 
-    The flag of a boolean field inverts the default of the field.
+    The flag of a boolean field sets the opposite of the field's default.
     """
     return field(default=default, metadata={"help": help_text, "is_benched": is_benched})
 
@@ -77,10 +77,8 @@ class StructuredOutputs:
 
     @staticmethod
     def of(given: "StructuredOutputs | Mapping[str, Any]") -> "StructuredOutputs":
-        """Return the structured outputs for a dict with the same field names.
-
-        Raise TypeError for an unknown name or a wrong type, and ValueError unless exactly one field is given.
-        """
+        """Convert a dict with the same field names to `StructuredOutputs`. Raise TypeError for an unknown name or a
+        wrong type, and ValueError unless exactly one field is given."""
         if isinstance(given, StructuredOutputs):
             return given
         require("structured_outputs", given, isinstance(given, Mapping), "StructuredOutputs or a dict or None")

@@ -112,8 +112,8 @@ class BlockHolder:
 class RequestReport:
     """The state of an unfinished request and, if the request waits, the reason.
 
-    `state` is "waiting", "running", "swapping out", "swapped" or "swapping in". `reason` is empty while the request
-    runs without limits.
+    `state` is "waiting", "running", "swapping out", "swapped" or "swapping in". `reason` says why the request waits, or
+    why it lacks KV cache blocks to continue. It is empty if the request runs without waiting.
     """
 
     request_id: str

@@ -132,7 +132,7 @@ def at_place(index: int) -> Iterator[None]:
 
 
 def closed() -> Cancelled:
-    """Return the error that a call raises if the client was closed during the call."""
+    """Return the error to raise from a call if the client was closed during the call."""
     return Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED)
 
 
@@ -180,11 +180,12 @@ def message(kind: type[Any], **fields: Any) -> Any:
 
 
 def put(message: Message, name: str, value: Any, path: str = "", argument: str = "") -> None:
-    """Set a field of a message. All values from users enter messages through this function.
+    """Set a field of a protobuf message to a value that the user gave. All such values enter messages through this
+    function, because protobuf's own errors would not name the field.
 
     `path` is the name of the field in errors. `argument` is the caller's name of the value if it differs. Raise
-    TypeError for a value of the wrong type. This includes bytes and tensors, which protobuf would convert. Raise
-    InvalidRequest for a value that the field cannot represent. protobuf's own errors would not name the field.
+    TypeError for a value of the wrong type, including bytes and tensors, which protobuf would convert. Raise
+    InvalidRequest for a value that the field cannot represent.
     """
     field, path = message.DESCRIPTOR.fields_by_name[name], path or name
     # Lists of token ids can be long. `are_token_ids` has already checked their elements.
@@ -198,8 +199,8 @@ def put(message: Message, name: str, value: Any, path: str = "", argument: str =
 
 
 def _parts(field: FieldDescriptor, value: Any, path: str) -> Iterator[tuple[FieldDescriptor, Any, str]]:
-    """Yield the single values in the value of a protobuf field, each with its field descriptor and path. A list has its
-    elements, and a map has its keys and values. Any other value is yielded itself."""
+    """Yield each single value that a protobuf field contains, with its field descriptor and its path. These are the
+    elements of a list, or the keys and values of a map. Any other field contains one value."""
     if isinstance(value, Mapping) and field.is_repeated:
         key, part = (field.message_type.fields_by_name[name] for name in ("key", "value"))
         for each in value:
