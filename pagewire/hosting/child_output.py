@@ -27,8 +27,8 @@ class ChildOutput:
         return lines
 
     def end(self) -> list[str]:
-        """Finish at the end of the child process's output. Return the last line in a list if it has no line end,
-        otherwise an empty list."""
+        """Return the rest of the output after the child process has closed it. This is a list with the last line if the
+        line has no line end, otherwise an empty list."""
         return [self._take()] if self._line else []
 
     def _extend(self, text: str) -> None:

@@ -85,9 +85,9 @@ class LocalServer:
             raise
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Return whether the server has ended, or ends within `timeout_s` seconds.
+        """Wait up to `timeout_s` seconds for the end of the server, and return whether the server has ended.
 
-        Always return False in a process that was forked from the process that started the server.
+        The result is always False in a process that was forked from the process that started the server.
         """
         self._watching.join(timeout_s)
         return not self._watching.is_alive() and os.getpid() == self.owner
@@ -186,8 +186,8 @@ class LocalServer:
             self._errors.put("".join(f"{line}\n" for line in lines).encode())
 
     def _process_line(self, line: str) -> str:
-        """Process a line of the server's standard output. A "ready on" line sets the server's URL, and the result is
-        empty. Return the text of any other line."""
+        """Process a line of the server's standard output. If it is a "ready on" line, set the server's URL and return
+        an empty text. Return the text of any other line."""
         # Front ends report ready lines with other schemes.
         if line.startswith(f"{READY_PREFIX}grpc://") and not self._url.done():
             self._url.set_result(line.removeprefix(READY_PREFIX).strip())
@@ -200,11 +200,12 @@ def _dropped_notice(num_dropped: int) -> bytes:
 
 @contextmanager
 def serving(model: str, flags: Sequence[str] = (), *, flags_only: Collection[str]) -> Iterator[tuple[str, LocalServer]]:
-    """Run a local `pagewire serve` process inside a `with` block. The block gets the URL and the server.
+    """Run a local `pagewire serve` process inside a `with` block. The block gets the server's URL and the
+    `LocalServer`.
 
     Raise CommandError if the server does not start, or if a call in the block fails because the server has ended.
-    `flags` and `flags_only` are the arguments of LocalServer. Only the main thread may call this. From then on, SIGTERM
-    unwinds the block as Ctrl-C does, and then raises SystemExit.
+    `flags` and `flags_only` are the arguments of LocalServer. Only the main thread may call this function, because it
+    sets the handler of SIGTERM. From then on, SIGTERM interrupts the block as Ctrl-C does, and then raises SystemExit.
     """
     terminations: list[int] = []
 

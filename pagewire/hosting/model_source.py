@@ -208,11 +208,12 @@ def _is_hub_id(model: str) -> bool:
 
 
 def _weight_files(snapshot: Path, there: Container[str]) -> list[str]:
-    """Return the names of the safetensors files in a downloaded Hugging Face snapshot. `there` has the names of the
-    files that exist.
+    """Return the names of the safetensors files that contain the weights of a downloaded Hugging Face snapshot. `there`
+    has the names of the files that exist.
 
-    Without an index, there is one file. If the index is outdated and does not name that file, the file is used if it
-    exists. Raise ModelSourceError if the index cannot be read.
+    If the snapshot has an index, the index lists the files. Without an index, the weights are in a single file. If this
+    single file exists but the index does not list it, the index is outdated, and the result is the single file. Raise
+    ModelSourceError if the index cannot be read.
     """
     index = snapshot / INDEX
     if not index.is_file():
@@ -227,10 +228,11 @@ def _weight_files(snapshot: Path, there: Container[str]) -> list[str]:
 
 
 def _is_whole(blob: Path) -> bool:
-    """Return whether the content of a file in the Hugging Face cache has the digest that the file's name states.
+    """Check the content of a file in the Hugging Face cache. Return whether the content has the digest that is the
+    file's name.
 
-    The hub uses SHA-256 for files in Git LFS and git's own digest for other files. Return True for a file with any
-    other name, which cannot be verified.
+    The hub names files in Git LFS by their SHA-256 digest, and other files by git's own digest. Return True for a file
+    with any other name, which cannot be checked.
     """
     with blob.open("rb") as stream:
         if len(blob.name) == 2 * hashlib.sha256().digest_size:

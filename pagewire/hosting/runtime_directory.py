@@ -54,8 +54,8 @@ class RuntimeDirectory:
 
 
 def _base(named: str) -> Path:
-    """Return the folder in which the runtime directory is created. This is `named`, the user's own folder from
-    XDG_RUNTIME_DIR, if it is usable, otherwise the shared folder for temporary files."""
+    """Return the folder in which the runtime directory is created. This is the user's own folder `named`, from
+    XDG_RUNTIME_DIR, if it is usable. Otherwise, it is the shared folder for temporary files."""
     is_usable = os.path.isabs(named) and len(os.fsencode(named)) <= _MAX_BASE_BYTES and "," not in named
     return Path(named if is_usable and os.access(named, os.W_OK | os.X_OK) else _FALLBACK)
 
@@ -75,7 +75,8 @@ def _lock(directory: Path) -> int:
 
 
 def _remove_abandoned(base: Path) -> None:
-    """Remove the runtime directories of this user that no process has locked. Their processes were killed."""
+    """Remove the runtime directories of this user that no process has locked. Such directories are left over from
+    processes that were killed."""
     for path in base.glob(f"{_PREFIX}*"):
         try:
             if not _NAME.fullmatch(path.name) or path.lstat().st_uid != os.getuid():

@@ -34,9 +34,10 @@ _found: deque[int] = deque(maxlen=1000)  # ports found recently, which may not b
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """The timing and limits with which a supervisor restarts a child process.
+    """The delays and limits with which a supervisor restarts a child process.
 
-    The delay doubles with each exit until the child has run for `steady_s` seconds.
+    The delay before a restart doubles each time the child exits, up to `max_delay_s`. If the child has run for at least
+    `steady_s` seconds, the delay is `first_delay_s` again.
     """
 
     first_delay_s: float = 0.1
@@ -76,8 +77,8 @@ class Exit:
 
 
 class Restarts:
-    """Decides when a supervisor restarts a child process that has exited. The class only keeps counts; it has no side
-    effects."""
+    """Decides whether and when a supervisor restarts a child process that has exited. The class only counts the exits;
+    it does not start or stop a process."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -86,8 +87,8 @@ class Restarts:
         self._num_failed_starts = 0
 
     def delay_after(self, ended: Exit) -> float | None:
-        """Return the seconds to wait before the next start of the child process. Return None to give up on a child that
-        refused to start, or failed too often, before it was ever ready."""
+        """Return the seconds to wait before the next start of the child process. Return None to give up on the child.
+        This happens only if the child was never ready, and if it refused to start or failed too many times in a row."""
         self._ever_ready |= ended.was_ready
         if ended.code == EXIT_REFUSED and not self._ever_ready:
             return None
@@ -104,7 +105,7 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The reason why a supervisor does not restart a child process, and the exit code for this process."""
+    """The outcome if a supervisor gives up on a child process: the reason, and the exit code for this process."""
 
     reason: str
     code: int
@@ -114,9 +115,10 @@ class Supervisor:
     """Runs `command` as a child process and restarts it after a failure. The child has its own process group, so that
     Ctrl-C reaches only the parent.
 
-    The child's standard error passes through. Its standard output is read line by line: a "ready on" line means that
-    the child is ready, and other lines are logged. Announcements begin with a random word that only the two processes
-    know, because a child may print text that clients have sent.
+    The child writes to the standard error of this process. The child's standard output is read line by line: a "ready
+    on" line means that the child is ready, and other lines are logged. Announcements, such as the "ready on" line,
+    begin with a random word that only the two processes know. Without the word, text that a client has sent and the
+    child prints could pass for an announcement.
     """
 
     def __init__(
@@ -251,7 +253,7 @@ def free_port(host: str, promised: Collection[int] = ()) -> int:
     """Return a free TCP port of WORKER_PORTS on `host`, for a worker process to listen on. Raise OSError if 100 random
     ports are in use.
 
-    `promised` has ports that other processes are going to bind. They are not returned.
+    The ports in `promised` are not returned, because other processes are going to bind them.
     """
     # The system's random source, so that neither a seed nor a fork makes two processes draw the same ports.
     drawn = random.SystemRandom().choices(WORKER_PORTS, k=100)

@@ -58,8 +58,8 @@ def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
 def serve(config: WorkerConfig, arguments: Sequence[str], refuse: Callable[[str], int]) -> int:
     """Run all tensor-parallel ranks of a worker as child processes until a signal arrives, and return the exit code.
 
-    Each rank gets the command's `arguments` and additional flags. `refuse` reports why a rank can never start and
-    returns the exit code. Raise the errors of `rank_configs`.
+    Each rank gets the command's `arguments` and flags of its own, such as its port. If a rank can never start, `refuse`
+    is called with the reason and returns the exit code. Raise the errors of `rank_configs`.
     """
     exit_with_parent()
     starting: set[int] = set()
@@ -90,7 +90,7 @@ async def _until_signalled(
     """Run the tensor-parallel ranks of a worker, and restart them after a failure. Return 0 after SIGTERM or SIGINT, or
     the exit code if the ranks cannot start.
 
-    `starting` is filled with the numbers of the ranks at every start.
+    Before every start, the numbers of all ranks are added to the set `starting`.
     """
     stopping = asyncio.create_task(stop_at_signals(lambda number: None).wait())
     restarts = Restarts(_POLICY)
