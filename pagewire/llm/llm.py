@@ -343,8 +343,8 @@ class LLM:
 
     @contextmanager
     def _reporting_exit(self) -> Iterator[None]:
-        """Raise StartError instead of Unavailable or Cancelled in a `with` block if the services that this LLM started
-        have ended."""
+        """Raise StartError in a `with` block if the services that this LLM started have ended. This error replaces the
+        Unavailable or Cancelled that the client raises in this case."""
         try:
             yield
         except (Unavailable, Cancelled) as error:
@@ -353,15 +353,16 @@ class LLM:
             raise StartError(self._end()) from error
 
     def _end(self) -> str:
-        """Return the reason why the services that this LLM started are not running, for an error message."""
+        """Return an error message with the reason why the services that this LLM started are not running."""
         if not self._finalizer.alive:
             return "this LLM is closed, and its services have ended: create another one"
         reason = f": {self._server.reason}" if self._server.reason else ""
         return f"the services of this LLM have ended ({self._server.exit}){reason}"
 
     def _resolve(self, sampling: SamplingParams | None, num_free: int) -> SamplingParams | None:
-        """Return the sampling parameters with which a request is sent. `max_tokens` is limited to `num_free`, the
-        number of tokens for which the prompt leaves room. A request without a seed gets one if this LLM has a seed."""
+        """Return the sampling parameters to send with a request, derived from the parameters that the user gave.
+        `max_tokens` is reduced to `num_free`, the number of tokens that fit after the prompt. If this LLM has a seed
+        and the request has none, the request gets a seed."""
         if sampling is None:
             return None
         require("sampling_params", sampling, isinstance(sampling, SamplingParams), "pagewire.SamplingParams")
@@ -385,8 +386,8 @@ class LLM:
         return batch.completions
 
     def _names(self, completions: Sequence[Completion]) -> dict[int, str]:
-        """Return the texts of all tokens that appear in the log-probabilities of the completions, by token id. The
-        result is empty if the checkpoint has no tokenizer."""
+        """Return a dict from token ids to texts, for all tokens that appear in the log-probabilities of the
+        completions. The result is empty if the checkpoint has no tokenizer."""
         token_ids = sorted(set().union(*map(token_ids_of, completions)))
         if not token_ids or not self.client.info().has_tokenizer:
             return {}
@@ -412,8 +413,8 @@ def _refuse_adapters(lora_request: object) -> None:
 
 
 def _split(prompts: Any) -> list[_SplitPrompt]:
-    """Return a list with a pair (text, token ids) for each prompt that the user gave. A single prompt gives a list too.
-    Text or token ids may be None."""
+    """Convert the user's prompts, a single prompt or a list, to a list of pairs (text, token ids). The text or the
+    token ids of a pair may be None."""
     if isinstance(prompts, str | Mapping):
         prompts = [prompts]
     given = as_list("prompts", prompts, "a text, token ids, a mapping, or a list of those")
@@ -448,8 +449,8 @@ def _tokens_of(client: Client, prompts: Sequence[_SplitPrompt], add_special_toke
 
 
 async def _chosen_sampling(channels: Channels) -> dict[str, Any]:
-    """Return the sampling parameters that the checkpoint recommends. The server reports them through the gRPC service
-    VllmEngine."""
+    """Ask the server, through the gRPC service VllmEngine, which sampling parameters the checkpoint recommends. Return
+    them as a dict."""
     from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
     with channels.connected() as connection, connection.translated():
