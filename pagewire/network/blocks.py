@@ -40,8 +40,8 @@ from pagewire.network.rope import QueryScaling, RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The settings of a model's norms over hidden states. Called with a weight name, an instance returns the operation
-    of one norm. The norms are RMS norms or, if `is_centered`, layer norms."""
+    """The settings of a model's norms over hidden states. Call an instance with the name of a norm to get its
+    operation. The norms are RMS norms or, if `is_centered`, layer norms."""
 
     size: int
     eps: float
@@ -58,7 +58,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention block of one layer. Called with the names of the weights, an instance yields the operations of the
+    """The attention block of one layer. Call an instance with the names of the weights to get the operations of the
     block."""
 
     layer: int
@@ -89,10 +89,10 @@ class Attention:
     ) -> Iterator[Operation]:
         """Yield the operations of paged attention of the module `name`, which reads the buffer `source`.
 
-        `qkv` are the names within the module of the projections for queries, keys and values. A single name is a
-        projection that contains all three, one below the other; with `are_by_head`, it contains the query, key and
-        value rows of each head together. `output` is the name of the output projection. With `is_transposed`, weights
-        are stored as [in, out].
+        `qkv` are the names within the module of the projections for queries, keys and values. If `qkv` has a single
+        name, this projection contains all query rows, then all key rows, then all value rows. With `are_by_head`, it
+        contains the query, key and value rows of each head together. `output` is the name of the output projection.
+        With `is_transposed`, weights are stored as [in, out].
         """
         heads, order = self.heads, () if self.rope is None else self.rope.head_order(self.heads.head_dim)
         rows = HeadRows(heads.head_dim, order, are_by_head) if order or are_by_head else None
@@ -124,8 +124,9 @@ class Attention:
         return tuple(parts_of([f"{name}.{each}" for each in qkv], shares))
 
     def _norm(self, name: str, num_heads: int, order: tuple[int, ...]) -> Vector | None:
-        """Return the norm weight for the queries or keys of `num_heads` heads. The same weight applies to each head, or
-        one weight covers all heads together. Return None if the layer does not normalize queries and keys."""
+        """Return the weight of the norm of the queries, or of the keys, of `num_heads` heads. Depending on `qk_norm`,
+        every head uses the same weight, or one weight covers all heads together. Return None if the layer does not
+        normalize queries and keys."""
         size, adds_one = self.heads.head_dim, self.norm_adds_one
         if self.qk_norm == "none":
             return None
@@ -140,8 +141,9 @@ def _of_heads(size: int, head_dim: int) -> Share:
 
 
 def parts_of(names: list[str], shares: list[Share]) -> Iterator[Part]:
-    """Yield the parts of a projection in their order along the output dimension. `names` has either one checkpoint
-    module for each part, or a single module that stores all parts as consecutive rows."""
+    """Yield the parts of a projection, such as queries, keys and values, in their order along the output dimension. If
+    `names` has one checkpoint module for each part, each part is in its own module. If `names` has a single module,
+    this module stores all parts as consecutive rows. `shares` has the rows of each part."""
     whole, first = sum(share.size for share in shares), 0
     for number, share in enumerate(shares):
         if len(names) == len(shares):
@@ -153,8 +155,8 @@ def parts_of(names: list[str], shares: list[Share]) -> Iterator[Part]:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """The MLP block of one layer: an activation between two linear layers. Called with the names of the weights, an
-    instance yields the operations. If the activation is gated, this is a GLU variant (Shazeer, 2020,
+    """The MLP block of one layer: an activation between two linear layers. Call an instance with the names of the
+    weights to get the operations of the block. If the activation is gated, this is a GLU variant (Shazeer, 2020,
     https://arxiv.org/abs/2002.05202)."""
 
     hidden_size: int
@@ -177,9 +179,9 @@ class Mlp:
         """Yield the operations of the MLP with the module `name`. The MLP reads the buffer `source` and writes the
         buffer `target`.
 
-        `up` has the names within the module of the gate and up projections. A single name is a projection that contains
-        both or, without a gate, the up projection. `down` is the name of the down projection. With `is_transposed`,
-        weights are stored as [in, out]. `prefix` begins the names of intermediate buffers.
+        `up` has the names within the module of the gate and up projections. If `up` has a single name, this projection
+        contains both or, without a gate, it is the up projection. `down` is the name of the down projection. With
+        `is_transposed`, weights are stored as [in, out]. `prefix` begins the names of intermediate buffers.
         """
         ups = self.up(name, up, is_transposed=is_transposed)
         yield Multiply(source, f"{prefix}up", ups)
@@ -187,7 +189,8 @@ class Mlp:
         yield Multiply(f"{prefix}activated", target, self.down(name, down, is_transposed=is_transposed))
 
     def up(self, name: str, names: tuple[str, ...], *, is_transposed: bool = False, num_experts: int = 0) -> Projection:
-        """Return the first projection of the MLP: the up projection, after the gate projection if there is a gate."""
+        """Return the first projection of the MLP. It contains the gate projection, if there is a gate, and then the up
+        projection."""
         shares = [self._share()] * (2 if self.activation.is_gated else 1)
         parts = tuple(parts_of([f"{name}.{each}" for each in names], shares))
         return Projection(
@@ -224,9 +227,9 @@ class Experts:
         source: str = "normed",
         target: str = "update",
     ) -> Iterator[Operation]:
-        """Yield the sum of the outputs of each token's experts, times their weights (Shazeer et al., 2017,
-        https://arxiv.org/abs/1701.06538). With several ranks, each rank has some columns of every expert and the whole
-        router.
+        """Yield the operations of the block. For each token, they sum the outputs of the token's experts, each
+        multiplied by its weight (Shazeer et al., 2017, https://arxiv.org/abs/1701.06538). With several tensor-parallel
+        ranks, each rank has some columns of every expert and the whole router.
 
         `router` is the name of the router's module. `name` is the name of the experts' modules, with `{expert}` for the
         number of the expert. `up` and `down` are names within an expert's module, as in `Mlp`. With `has_correction`, a

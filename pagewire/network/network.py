@@ -78,7 +78,8 @@ class Network:
         return replace(self, operations=cut(self.operations, rank, num_ranks))
 
     def serving(self, max_model_len: int | None) -> "Network":
-        """Return the model prepared for sequences of at most `max_model_len` tokens. None stands for the model's own
-        number of positions. The length selects the short or long factors of LongRoPE."""
+        """Return the model for a service whose sequences have at most `max_model_len` tokens. If `max_model_len` is
+        None, the limit is the model's own number of positions. LongRoPE uses its short or its long factors depending on
+        this limit."""
         served = self.max_position_embeddings if max_model_len is None else max_model_len
         return replace(self, operations=with_ropes(self.operations, lambda rope: rope.serving(served)))

@@ -80,8 +80,8 @@ class Vector:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """For each value of this weight, the index of the value in the checkpoint's vector. The tuple is empty if both
-        orders are the same."""
+        """The index in the checkpoint's vector for each value of this weight. The tuple is empty if the checkpoint
+        stores the values in the same order."""
         return _repeat_order(self.head_order, self.num_elements)
 
 
@@ -107,8 +107,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint module that contributes rows to a `Projection`: the module's name, and the range of its rows that
-    is used."""
+    """One checkpoint module that provides rows of a `Projection`. The fields are the module's name, and the range of
+    the module's rows to use."""
 
     name: str
     rows: Share
@@ -162,8 +162,8 @@ class Projection:
 
     @property
     def row_order(self) -> tuple[int, ...]:
-        """For each row of the projection's weight, the index of the row in the checkpoint. The tuple is empty if both
-        orders are the same."""
+        """The index in the checkpoint for each row of the projection's weight. The tuple is empty if the checkpoint
+        stores the rows in the same order."""
         return () if self.heads is None else self.heads.row_order(self.out_sizes)
 
     def of_expert(self, expert: int) -> "Projection":
@@ -183,8 +183,9 @@ class HeadRows:
     are_by_head: bool = False  # the query, key and value rows of each head are stored together
 
     def row_order(self, out_sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return, for each row of the query, key and value projections, the index of the row in the checkpoint. The
-        tuple is empty if both orders are the same. `out_sizes` has the numbers of rows of queries, keys and values."""
+        """Return the index in the checkpoint for each row of the query, key and value projections. The tuple is
+        empty if the checkpoint stores the rows in the same order. `out_sizes` has the numbers of query, key and
+        value rows."""
         if not self.order and not self.are_by_head:
             return ()
         size, num_rows = self.head_dim, sum(out_sizes)
@@ -200,8 +201,9 @@ Weight: TypeAlias = Vector | Table | Projection
 
 
 def _repeat_order(order: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Repeat the value order `order` of one attention head for several heads. Return indices into a vector of length
-    `size`."""
+    """Extend an order of the values within one attention head to several heads. `order` has, for each value of a head,
+    its index in the checkpoint's head. Return the same for a vector of length `size` that contains the values of
+    several heads."""
     return tuple(first + value for first in range(0, size, max(1, len(order))) for value in order)
 
 
@@ -269,10 +271,10 @@ class Multiply:
 class Activate:
     """The operation of an activation function: output = f(input). If `is_gated`, output = f(first half of the input) *
     second half. The input of a token may consist of `num_parts` parts of equal width, one for each expert chosen for
-    the token. Each part then has such halves.
+    the token. If `is_gated`, each part has its own two halves.
 
     The function `clamped_swiglu` (gpt-oss, OpenAI, 2025, https://arxiv.org/abs/2508.10925) is gated: (up + 1) * gate *
-    sigmoid(alpha * gate). Gates are first clamped from above to `limit`, and ups to -limit and limit.
+    sigmoid(alpha * gate). The gate is first clamped to at most `limit`, and `up` to the range from -limit to limit.
     """
 
     input: str
@@ -453,7 +455,7 @@ def embedding_of(operations: OperationList) -> Table | Projection:
 
 def replaced(operation: Any, change: Mapping[type, Callable[[Any], Any]]) -> Any:
     """Return a copy of an operation of a model with some operands replaced, such as its weights. `change` maps the type
-    of an operand to a function from the old operand to the new operand. Operands of other types stay."""
+    of an operand to a function from the old operand to the new operand. Operands of other types stay unchanged."""
     operands = {field.name: getattr(operation, field.name) for field in fields(operation)}
     changed = {name: change[type(value)](value) for name, value in operands.items() if type(value) in change}
     return replace(operation, **changed) if changed else operation
@@ -471,8 +473,8 @@ def output_of(operation: Operation) -> str | None:
 
 
 def last_uses(operations: OperationList) -> list[tuple[str, ...]]:
-    """Return, for each operation of a model, the names of the buffers that can be freed after the operation. The
-    operation reads these buffers, and no later operation reads them before they are written again."""
+    """Return, for each operation of a model, the names of the activation buffers whose memory can be freed after the
+    operation. The operation reads these buffers, and no later operation reads them before they are written again."""
     needed: set[str] = set()
     released = []
     for operation in reversed(operations):
@@ -484,7 +486,7 @@ def last_uses(operations: OperationList) -> list[tuple[str, ...]]:
 
 def num_elements(operations: OperationList) -> int:
     """Return the number of values that a model stores. This includes all weights, and the rope tables of cosines and
-    sines for all positions. If the embedding is tied to the head, it counts once."""
+    sines for all positions. A token embedding that is tied to the LM head is counted once."""
     weights = {(weight.name, weight.num_elements) for weight in weights_of(operations)}
     turns = [operation for operation in operations if type(operation) is QkNormRopeStore]
     tables = {turn.rope: turn.num_positions * turn.heads.head_dim for turn in turns if turn.rope is not None}

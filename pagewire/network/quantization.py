@@ -52,8 +52,8 @@ class WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRule:
-    """A rule that gives a weight format to all linear modules of a checkpoint whose names match a pattern. If `format`
-    is None, these modules are not quantised."""
+    """A rule that assigns a weight format to each linear module of a checkpoint whose name matches a pattern. If
+    `format` is None, these modules are not quantised."""
 
     pattern: re.Pattern[str]
     format: WeightFormat | None
@@ -157,8 +157,8 @@ def _compressed_format(section: Mapping[str, Any], group: Mapping[str, Any]) -> 
 
 
 def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a weight matrix that share one quantisation scale; 0 means all of them.
-    The setting `strategy` selects them. If `strategy` is not set, the group size does."""
+    """Return the size (rows, columns) of the blocks of a weight matrix that share one quantisation scale; 0 means all
+    rows or all columns. The size depends on the setting `strategy` or, if `strategy` is not set, on the group size."""
     group_size, strategy = weights.get("group_size"), weights.get("strategy")
     if strategy is None:
         strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
@@ -174,8 +174,8 @@ def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _target_rule(key: str, target: str, weight_format: WeightFormat | None) -> QuantizationRule:
-    """Return the quantisation rule for one target of compressed-tensors. A target is a module's name, a pattern after
-    `re:`, or all modules of the class Linear."""
+    """Return the quantisation rule for one target in the settings of a compressed-tensors checkpoint. A target is the
+    name of a module, a regular expression after `re:`, or the class Linear, which means all linear modules."""
     if target.startswith("re:"):
         return _pattern_rule(key, target, target.removeprefix("re:"), weight_format)
     return QuantizationRule(_ANY if target == "Linear" else re.compile(rf"^{re.escape(target)}$"), weight_format)
@@ -298,8 +298,8 @@ def _pattern_rule(key: str, name: str, expression: str, weight_format: WeightFor
 
 
 def _group_size(section: Mapping[str, Any], default: int = 128) -> int:
-    """Return the group size: the number of inputs that share one quantisation scale. A result of 0 stands for all
-    inputs, for which config files write -1."""
+    """Return the group size: the number of inputs that share one quantisation scale. A result of 0 means that all
+    inputs share one scale. Config files write -1 for this case."""
     value = section.get("group_size", default)
     return 0 if value == -1 or (value == 0 and default == 0) else _positive("group_size", value)
 

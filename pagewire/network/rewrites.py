@@ -71,17 +71,18 @@ def tied(operations: OperationList) -> OperationList:
 
 
 def with_rows_of(operations: OperationList, projection: Projection) -> OperationList:
-    """Return a model's operations with the token embedding read from the rows of `projection`. The projection may be
-    the LM head, so that both share one weight in memory."""
+    """Return a model's operations, changed such that the token embedding reads the rows of the weight of `projection`.
+    The projection may be the LM head, so that both share one weight in memory."""
     both = replace(projection, has_row_lookup=True)
     changed = rewrite(operations, {Projection: lambda each: both if each == projection else each})
     return tuple(replace(each, table=both) if type(each) is Embed else each for each in changed)
 
 
 def cut(operations: OperationList, rank: int, num_ranks: int) -> OperationList:
-    """Return the operations of one tensor-parallel rank, split as in Megatron-LM (Shoeybi et al., 2019,
-    https://arxiv.org/abs/1909.08053). A rank computes some outputs or uses some inputs of each projection. Partial
-    results are summed over the ranks before they are used. Embeddings, norms and routers are not split.
+    """Split a model for tensor parallelism, and return the operations of one rank. The model is split as in Megatron-LM
+    (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053): a rank computes some outputs, or uses some inputs, of each
+    projection. Partial results are summed over the ranks before they are used. Embeddings, norms and routers are not
+    split.
 
     Raises ValueError if the model cannot be split among `num_ranks` ranks.
     """
@@ -104,9 +105,9 @@ def cut(operations: OperationList, rank: int, num_ranks: int) -> OperationList:
 
 
 def _with_all_reduces(operations: OperationList) -> Iterator[Operation]:
-    """Insert an AllReduce, which sums over all ranks, for each partial result of tensor parallelism. The AllReduce
-    comes directly before the first operation that needs the complete sum. Operations in `_SUMS` also work on partial
-    results."""
+    """Yield the operations of one tensor-parallel rank, with an AllReduce for each partial result. An AllReduce sums
+    the partial results of all ranks. It comes directly before the first operation that needs the complete sum.
+    Operations in `_SUMS` also work on partial results."""
     partial: set[str | None] = set()
     for operation in operations:
         parts = buffers_read(operation) & partial
@@ -124,8 +125,8 @@ _SUMS: dict[type, tuple[str, ...]] = {Add: ("input", "update"), CombineExperts: 
 
 
 def _has_some_inputs(operation: Any) -> bool:
-    """Return whether an operation on this tensor-parallel rank multiplies only a part of the inputs. Its result is then
-    partial and must be summed over the ranks."""
+    """Return whether an operation on this tensor-parallel rank multiplies only a part of the inputs of its linear
+    layer. The output of such an operation is partial and must be summed over the ranks."""
     return type(operation) in (Multiply, MultiplyRouted) and not operation.projection.columns.is_whole
 
 

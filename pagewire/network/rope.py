@@ -32,9 +32,9 @@ class RopeConfig:
         return int(head_dim * self.rotary_share)
 
     def head_order(self, head_dim: int) -> tuple[int, ...]:
-        """Return, for each value of an attention head in the order that our kernels use, the index of the value in the
-        checkpoint's head. In our order, rotary embedding rotates pairs (i, i + head_dim / 2), and rotated pairs come
-        first. The result is empty if the checkpoint has the same order.
+        """Return the order of an attention head's values in our kernels: for each value, its index in the checkpoint's
+        head. In our order, rotary embedding rotates pairs (i, i + head_dim / 2), and rotated pairs come first. The
+        result is empty if the checkpoint has the same order.
 
         The dot products of queries and keys stay the same, since both are reordered in the same way.
         """

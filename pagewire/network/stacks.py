@@ -49,13 +49,13 @@ class StackedPart:
 
     @property
     def turns(self) -> slice:
-        """The slice that selects this projection's outputs from the range that `index` returns. Without interleaving,
-        the slice selects everything."""
+        """The slice that selects the outputs of this projection from the outputs that `index` returns. If the
+        projections are not interleaved, the slice selects everything."""
         return slice(self.number, None, self.num_turns) if self.form.is_interleaved else slice(None)
 
     @property
     def num_turns(self) -> int:
-        """The number of projections whose outputs are interleaved in the stacked tensor; 1 if they are not
+        """The number of projections whose outputs alternate in the stacked tensor, or 1 if the outputs are not
         interleaved."""
         return len(self.form.projections) if self.form.is_interleaved else 1
 

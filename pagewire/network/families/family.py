@@ -67,9 +67,9 @@ class Family:
 
 
 def inside(family: Family, architecture: str, model_types: tuple[str, ...]) -> Family:
-    """Return the family of multimodal checkpoints whose language model, described in `text_config`, belongs to
-    `family`. `model_types` has the accepted values of the model_type in `text_config`. The weight names in published
-    files differ from the names that transformers 5 writes, so both forms are supported."""
+    """Return the family of multimodal checkpoints that contain a language model of `family`. The setting `text_config`
+    of config.json describes the language model, and `model_types` has the accepted values of its model_type. The weight
+    names in published files differ from the names that transformers 5 writes, so both forms are supported."""
     return replace(
         family,
         architectures=(architecture,),
@@ -155,7 +155,8 @@ class TextConfig:
         )
 
     def norm(self, **how: bool) -> Norm:
-        """Return the settings of the model's norms over hidden states. `how` sets other fields of `Norm`."""
+        """Return the settings of the model's norms over hidden states. The keyword arguments `how` set other fields of
+        `Norm`."""
         return Norm(self.hidden_size, self.norm_eps, **how)
 
     def heads(
@@ -168,12 +169,13 @@ class TextConfig:
         return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_dim, scale, window, softcap, slopes)
 
     def attention(self, layer: int, heads: AttentionHeads | None = None, **how: Any) -> Attention:
-        """Return the attention block of a layer. `how` sets other fields of `Attention`."""
+        """Return the attention block of a layer. The keyword arguments `how` set other fields of `Attention`."""
         heads, rope = heads or self.heads(layer), self.ropes[layer]
         return Attention(layer, self.hidden_size, heads, rope, self.num_positions, norm_eps=self.norm_eps, **how)
 
     def mlp(self, size: int | None = None, **how: Any) -> Mlp:
-        """Return an MLP block. By default, this is the gated MLP of dense layers. `how` sets other fields of `Mlp`."""
+        """Return an MLP block. By default, this is the gated MLP of dense layers. The keyword arguments `how` set other
+        fields of `Mlp`."""
         how = {"activation": activation(self.activation), **how}
         return Mlp(self.hidden_size, size or self.intermediate_size, **how)
 
@@ -243,7 +245,8 @@ class TextConfig:
         **how: Any,
     ) -> Network:
         """Return a model with the layer structure and weight names of Llama. `mlp` yields the MLP operations of a
-        layer, given the layer's number and name. The default is Llama's MLP. `how` sets fields of `Attention`."""
+        layer, given the layer's number and name. The default is Llama's MLP. The keyword arguments `how` set fields of
+        `Attention`."""
         norm, dense = self.norm(), self.mlp(has_bias=has_mlp_bias)
 
         def layers(number: int, name: str) -> Iterator[Operation]:

@@ -36,8 +36,8 @@ def _read(
     ropes: Ropes | None,
     softcaps: tuple[float, float],
 ) -> Network:
-    """Read the config.json of a Gemma 2 or Gemma 3 model, and return the model. `softcaps` has the soft bounds of
-    attention scores and of logits; 0 means no bound."""
+    """Read the config.json of a Gemma 2 or Gemma 3 model, and return the model. `softcaps` has the softcap of attention
+    scores and the softcap of logits. A softcap c bounds a value x to c * tanh(x / c); 0 means no bound."""
     text = TextConfig.read(
         config,
         architecture,
@@ -64,8 +64,8 @@ def _read(
 
 
 def _softcaps(config: JsonObject, of_scores: float, of_logits: float) -> tuple[float, float]:
-    """Return the soft bounds of attention scores and of logits from config.json; 0 means no bound. `of_scores` and
-    `of_logits` are the defaults."""
+    """Read the softcap of attention scores and the softcap of logits from config.json; 0 means no bound. `of_scores`
+    and `of_logits` are the defaults."""
     attention = number_or_none(config, "attn_logit_softcapping", of_scores)
     return attention, number_or_none(config, "final_logit_softcapping", of_logits)
 

@@ -149,9 +149,12 @@ def _bloom(text: TextConfig) -> Iterator[Operation]:
 
 
 def _bloom_slopes(num_heads: int) -> tuple[float, ...]:
-    """Return the slope of each attention head for ALiBi position biases, as BLOOM defines them. The slopes are 2^(-8 /
-    n), 2^(-16 / n) ... for n heads, with n the largest power of two that is at most `num_heads`. The remaining heads
-    get every other slope of 2 n heads."""
+    """Return the slope of each attention head for ALiBi position biases, as BLOOM defines them.
+
+    For n heads, with n a power of two, the slopes are 2^(-8 / n), 2^(-16 / n) and so on. If `num_heads` is not a power
+    of two, n is the largest power of two below it, and the remaining heads get every other slope of the series for 2 n
+    heads, beginning with the first.
+    """
     num_first = 1 << (num_heads.bit_length() - 1)
     first = [2.0 ** (-8 * number / num_first) for number in range(1, num_first + 1)]
     between = [2.0 ** (-4 * number / num_first) for number in range(1, 2 * num_first, 2)]
@@ -214,10 +217,12 @@ def _mpt_attention(config: JsonObject) -> JsonObject:
 
 
 def _mpt_slopes(num_heads: int, bias_max: int) -> tuple[float, ...]:
-    """Return the slope of each attention head for ALiBi position biases, as MPT defines them. The slopes are
-    2^(-bias_max / n), 2^(-2 bias_max / n) ..., with n the smallest power of two that is at least `num_heads`. If n
-    differs from the number of heads, every other slope comes first, starting with the second, then the remaining
-    slopes."""
+    """Return the slope of each attention head for ALiBi position biases, as MPT defines them.
+
+    For n heads, with n a power of two, the slopes are 2^(-bias_max / n), 2^(-2 bias_max / n) and so on. If `num_heads`
+    is not a power of two, n is the smallest power of two above it. The heads then get the second, fourth, ... slope of
+    this series, followed by the first, third, ... slope.
+    """
     num_slopes = 1 << (num_heads - 1).bit_length()
     slopes = [2.0 ** (-bias_max * number / num_slopes) for number in range(1, num_slopes + 1)]
     return tuple(slopes if num_slopes == num_heads else [*slopes[1::2], *slopes[::2]][:num_heads])

@@ -87,10 +87,12 @@ def read_ropes_by_kind(
 def rope_settings(
     config: JsonObject, default_theta: float = 10_000.0, default_share: float | None = None
 ) -> dict[str, Any]:
-    """Return the settings of rotary position embedding (rope) in one form, whichever version of transformers wrote
-    config.json. transformers 4 wrote `rope_theta` and `rope_scaling`, with null for no scaling. transformers 5 writes
+    """Return the settings of rotary position embedding (rope) from config.json, in one form for all versions of
+    transformers.
+
+    transformers 4 wrote `rope_theta` and `rope_scaling`, with null for no scaling. transformers 5 writes
     `rope_parameters`. If a file has both, `rope_scaling` wins, as in transformers, since model cards ask users to add
-    it. The original length may be a setting next to them.
+    it. The original length may also be a setting next to these objects.
 
     Raises CheckpointError if settings contradict each other.
     """
