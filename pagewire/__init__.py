@@ -130,7 +130,7 @@ _MODULES = (
 
 
 def _load(name: str) -> "Any":
-    """Import a public name of the package `pagewire` when it is used for the first time.
+    """Import a public name, such as `Client`, when a program first reads it from the package `pagewire`.
 
     The import is lazy because the command sets environment variables that gRPC reads when it is imported. Raise
     AttributeError for a name that is not exported, and ImportError with an installation command if a package is

@@ -26,8 +26,9 @@ class Foreign:
     """An option of another engine, such as vLLM, that Pagewire does not have. `text` gives the reason or an
     alternative.
 
-    The values in `harmless` request the behaviour that Pagewire already has, and are accepted silently. Any other value
-    is refused if `is_refused`. Otherwise, it is ignored with a warning, since the results are correct without it.
+    A value in `harmless` requests the behaviour that Pagewire already has, and is accepted silently. Any other value
+    raises an error if `is_refused` is set. Otherwise, the value is ignored with a warning, since the results are
+    correct without it.
     """
 
     text: str
@@ -308,13 +309,15 @@ def _expand_unit(value: Any) -> Any:
 
 
 def _without_prefix(value: Any) -> str:
-    """Return the name of a data type: "bfloat16" for both the torch dtype `torch.bfloat16` and the text "bfloat16"."""
+    """Return the name of a data type without the prefix "torch.". The result is "bfloat16" for both the torch dtype
+    `torch.bfloat16` and the text "bfloat16"."""
     return str(value).removeprefix("torch.")
 
 
 def _translation_to(name: str, *unset: object) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that translates the value of another engine's option to the Pagewire option `name`. Values in
-    `unset` leave the Pagewire option at its default."""
+    """Return a function that translates an option of another engine to the Pagewire option `name`. The function
+    converts the value of the option to a dict of Pagewire options. For a value in `unset`, the dict is empty, so that
+    the Pagewire option keeps its default."""
     return lambda value: {} if value in unset else {name: _expand_unit(value)}
 
 
@@ -467,8 +470,8 @@ STRUCTURED_OUTPUTS_FIELDS: dict[str, Foreign] = {
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How error messages write options, for example as flags or as Python arguments. `name` formats the bare name of an
-    option. `given` formats a name with its value, which may be None."""
+    """The form in which error messages write options, such as command line flags or Python arguments. `name` formats
+    the name of an option. `given` formats the name with a value, which may be None."""
 
     name: Callable[[str], str]
     given: Callable[[str, Any], str]
@@ -479,8 +482,11 @@ IN_PYTHON = Spelling(str, lambda name, value: name if value is None else f"{name
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """The result of translating a user's options to Pagewire options. It has the Pagewire options by name, the option
-    from which each of them was translated, and a warning line for each ignored option."""
+    """The result of translating a user's options to Pagewire options.
+
+    `values` has the Pagewire options by name. `sources` has, for each of these names, the user's option from which it
+    was translated. `ignored` has a warning line for each option that is ignored.
+    """
 
     values: Mapping[str, Any]
     sources: Mapping[str, str]
@@ -512,19 +518,19 @@ def translate(given: Mapping[str, Any], spelling: Spelling) -> Translation:
 
 
 def _pagewire_options(name: str, value: Any) -> dict[str, Any]:
-    """Return the Pagewire options for one option that a user gave. If the option belongs to another engine, a value of
-    None selects the default."""
+    """Translate one option that a user gave to Pagewire options, and return them as a dict. If the option belongs to
+    another engine and its value is None, the dict is empty, so that the default applies."""
     if name in MAPPED:
         return {} if value is None else MAPPED[name](value)
     return {name: CONVERTED[name](value) if name in CONVERTED and value is not None else value}
 
 
 def judge(table: Mapping[str, Foreign], values: Iterable[object], stacklevel: int) -> None:
-    """Check the values of options of other engines. `values` has one value for each option in `table`, in the same
-    order.
+    """Check the values that a Python caller gave for options of other engines. `values` has one value for each option
+    in `table`, in the same order.
 
-    Warn about a value that is ignored although it would change the behaviour. Raise ValueError for a value that is
-    refused.
+    Issue a warning for a value that Pagewire ignores although the value asks for different behaviour. Raise ValueError
+    for a value that Pagewire refuses.
     """
     for name, value in zip(table, values, strict=True):
         for line in _check_foreign(table[name], value, IN_PYTHON.given(name, value), str):
@@ -532,10 +538,11 @@ def judge(table: Mapping[str, Foreign], values: Iterable[object], stacklevel: in
 
 
 def _check_foreign(foreign: Foreign, value: Any, shown: str, spelled: Callable[[str], str]) -> list[str]:
-    """Check the value of another engine's option. Return a list with a warning line if the value is ignored although it
-    would change the behaviour, otherwise an empty list.
+    """Check the value that a user gave for an option that only other engines have. Return a list with a warning line if
+    Pagewire ignores the value although the value asks for different behaviour. Return an empty list if Pagewire already
+    behaves as the value asks.
 
-    Raise ValueError if the value is refused.
+    Raise ValueError if Pagewire refuses the value.
     """
     # True equals 1 in Python, but has another meaning here.
     if any(

@@ -93,11 +93,12 @@ def shortage(extra: str = "") -> str | None:
 
 
 def command(extra: str, lacking: Iterable[Package]) -> str:
-    """Return the pip command that installs the packages of an extra.
+    """Return the pip command that installs the packages of an extra of Pagewire.
 
-    Pagewire is not on a package index. If pip does not know Pagewire, as in a source tree, the command installs the
-    missing packages instead. For torch, it installs the extra from the source tree, which pins the torch version, and
-    adds the CPU index if the machine has no GPU.
+    Pagewire itself is not on a package index. If pip does not know Pagewire, as in a source tree, the command installs
+    the missing packages by name. If torch is missing, the command installs the extra from the source tree instead,
+    because the extra pins the torch version. If the machine also has no GPU, the command uses the package index for
+    CPUs.
     """
     found = {package.name: _version(package.name) for package in lacking if not _is_there(package.module)}
     lost = [f"{name}=={version.partition('+')[0]}" for name, version in found.items() if version is not None]
@@ -114,12 +115,12 @@ def command(extra: str, lacking: Iterable[Package]) -> str:
 
 
 def advice(error: BaseException, extra: str = "") -> str | None:
-    """Return one line with an installation command if a missing or outdated Python package may have caused `error`.
+    """Return one line with an installation command, if a missing or outdated Python package may have caused `error`.
     Return None if all packages are present.
 
-    `extra` is the extra that the failed code needs. Outdated packages fail in many ways, such as missing names or
-    errors of the gRPC stubs, so all packages are checked. For a missing module, the line names the extra that provides
-    the module.
+    `extra` is the extra that the failed code needs. For a missing module, the line names the extra that provides the
+    module. All packages are checked, because an outdated package can cause many kinds of errors, such as missing names
+    or errors of the gRPC stubs.
     """
     if isinstance(error, ModuleNotFoundError):
         module = (error.name or "").partition(".")[0]

@@ -132,7 +132,7 @@ class Resolved:
 def options_of(*config_types: type, without: Collection[str] = ()) -> dict[str, Option]:
     """Return the options that the fields of config dataclasses define, including nested dataclasses, by name.
 
-    If several dataclasses have the same field, the field of the first one counts.
+    If several dataclasses have the same field, the field of the first dataclass is used.
     """
     options: dict[str, Option] = {}
     for config_type in config_types:
@@ -189,7 +189,8 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _spelled(self, given: Sequence[str]) -> list[str]:
-        """Convert the command line arguments to the spelling that argparse understands.
+        """Rewrite the command line arguments in the spelling that argparse accepts, for example with dashes instead of
+        underscores in flags.
 
         End the command at the first unknown flag, because it is unclear whether the next argument is the flag's value.
         """
@@ -216,8 +217,9 @@ class Parser(argparse.ArgumentParser):
         return spelled
 
     def _known(self, name: str) -> tuple[str, argparse.Action]:
-        """Return the known spelling of a command line flag, and the argparse action of the flag. `--a.b` sets a part of
-        another engine's option `--a`. End the command with an error if the flag is unknown."""
+        """Return the known spelling of a command line flag, and the argparse action of the flag. For `--a.b`, which
+        sets a part of another engine's option `--a`, the result is the flag `--a`. End the command with an error if the
+        flag is unknown."""
         known = self._option_string_actions
         name = name.replace("_", "-") if name.startswith("--") else name
         whole = name.partition(".")[0]
@@ -340,8 +342,8 @@ def _add_flag(parser: argparse._ActionsContainer, option: Option, *, is_position
 
 
 def _help(option: Option) -> str:
-    """Return the help text of an option, including its default value. For a default of None or "", the text is not
-    extended, since it describes the default itself."""
+    """Return the help text of an option, including its default value. If the default is None or "", the help text
+    itself describes the default, and is returned unchanged."""
     default = "required" if option.required else f"default: {_text(option.default)}"
     is_told = option.required or option.default not in (None, "")
     return _escape(f"{option.help} ({default})" if is_told else option.help)
@@ -414,8 +416,8 @@ def _in_file(path: str, name: str, value: Any) -> str:
 
 
 def _typed(name: str, text: Any) -> Any:
-    """Parse the value of another engine's flag as YAML, which includes JSON. Return the values of Pagewire's own flags,
-    and text that is not YAML, unchanged."""
+    """Convert the value of a command line flag. The value of another engine's flag is parsed as YAML, which includes
+    JSON. The value is returned unchanged if it is not valid YAML, or if the flag is Pagewire's own."""
     if name in FOREIGN or name in MAPPED:
         from pagewire.common.strict_yaml import parse_yaml
 
@@ -425,10 +427,10 @@ def _typed(name: str, text: Any) -> Any:
 
 
 def unknown_variables(options: Mapping[str, Option], environ: Mapping[str, str]) -> list[str]:
-    """Return a log line for each environment variable with the prefix of Pagewire whose name resembles an option, but
-    is none.
+    """Return a log line for each environment variable that may be a misspelt option. Such a variable has the prefix of
+    Pagewire, and its name resembles the name of an option.
 
-    Such variables are not errors, because platforms set variables with the same prefix. Kubernetes does so for a
+    A misspelt name is not an error, because platforms set variables with the same prefix. Kubernetes does so for a
     Service named `pagewire`.
     """
     known = [name.upper() for name in options]

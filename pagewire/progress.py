@@ -28,8 +28,8 @@ class Progress:
         self._num_tokens = 0
 
     def add(self, num_tokens: int, has_ended: bool) -> None:
-        """Count new output tokens of a request, and update the progress line. `has_ended` says whether the request has
-        ended."""
+        """Add the new output tokens of a request to the total, and update the progress line if it is due. `has_ended`
+        says whether the request has ended."""
         self._num_done += has_ended
         self._num_tokens += num_tokens
         if self._now() - self._said_at >= (TERMINAL_INTERVAL_S if self._is_terminal else LOG_INTERVAL_S):
