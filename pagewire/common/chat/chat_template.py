@@ -72,9 +72,9 @@ def text_of(message: Message) -> str:
 
 
 def without_suffix(prompt: str, message: Message) -> str:
-    """Remove from a rendered prompt the text that the chat template writes after the content of the last message, so
-    that the model continues this message. transformers does the same for `continue_final_message`. Raises
-    ChatTemplateError if the last message is empty or the prompt does not contain its content.
+    """Cut a rendered prompt after the content of the last message, so that the model continues this message instead of
+    starting a new one. transformers does the same for `continue_final_message`. Raises ChatTemplateError if the last
+    message is empty or the prompt does not contain its content.
     """
     content = text_of(message)
     stripped = content.strip()
@@ -90,10 +90,11 @@ def without_suffix(prompt: str, message: Message) -> str:
 
 
 def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:
-    """Return the kinds of conversation that a chat template cannot render, with the reason for each.
+    """Render test conversations to find the kinds of conversation that a chat template cannot render. Return a mapping
+    from the names of these kinds to the reason. Kinds that fail for the same reason share one key.
 
-    Kinds that fail for the same reason share one entry. Raises BudgetExceeded for a template that needs too many steps,
-    because such a template would keep any process that renders it (such as a router) busy forever.
+    Raises BudgetExceeded for a template that needs too many steps, because such a template would keep any process that
+    renders it (such as a router) busy forever.
     """
     kinds: dict[str, list[str]] = {}
     for kind, conversations, tools in _KINDS:

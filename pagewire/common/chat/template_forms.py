@@ -102,9 +102,8 @@ def to_template_form(messages: Sequence[Message], asked: AskedTemplate) -> list[
 
 
 def refused_medium(field: str, kind: Any) -> str:
-    """Return the reason for refusing a content part such as an image, or an empty text if the part's type is no known
-    medium. `field` is the name of the field that holds the type, for the error message. `kind` is the value of that
-    field.
+    """Return an error message for a content part that is not text, such as an image. Return an empty text if `kind`,
+    the type of the part, is no known medium. `field` is the name of the field that has the type, for the message.
     """
     verb = _MEDIA.get(kind) if isinstance(kind, str) else None
     if verb is None:
@@ -177,10 +176,10 @@ def _wrong_type(place: str, value: Any, expected: str) -> ChatTemplateError:
 
 
 def _plain(message: Message, asked: AskedTemplate) -> dict[str, Any]:
-    """Return a chat message without the fields that are None, because chat templates expect no None.
+    """Simplify a chat message for chat templates. Fields that are None are left out, because templates expect no None.
 
     A refusal (the model's text in place of an answer) becomes content. The role "developer" becomes "system" if the
-    template does not write out developer messages. Reasoning is copied to each field name that templates read.
+    template does not render developer messages. Reasoning is copied to each of the field names that templates read.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     if refusal := plain.pop("refusal", ""):  # the text that the model wrote in place of an answer
@@ -196,8 +195,8 @@ def _plain(message: Message, asked: AskedTemplate) -> dict[str, Any]:
 
 
 def _with_one_system(messages: list[dict[str, Any]], asked: AskedTemplate) -> list[dict[str, Any]]:
-    """Return the conversation with its leading system and developer messages joined to one message, if the chat
-    template writes out only one such message. Otherwise return the conversation unchanged.
+    """Join the system and developer messages at the beginning of a conversation to one message, if the chat template
+    renders one such message but not two. Otherwise return the conversation unchanged.
     """
     first = list(itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages))
     roles = tuple(message["role"] for message in first[:2])
@@ -245,8 +244,8 @@ def _joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _takes_later(asked: AskedTemplate, role: str) -> bool:
-    """Return whether a chat template writes out a system message (with this role) that follows the first turn. The
-    template must write out the message at its place in the conversation.
+    """Return whether a chat template supports system messages (of this role) after the first user message. The template
+    must put the text of the message into the prompt, at the message's place in the conversation.
     """
     first = [{"role": "system", "content": _PROBES[0]}] if _takes_roles(asked, ("system",)) else []
     later = {"role": role, "content": _PROBES[1]}
@@ -261,7 +260,7 @@ def _takes_later(asked: AskedTemplate, role: str) -> bool:
 @functools.lru_cache(maxsize=64)
 def _leaves_out(asked: AskedTemplate, role: str) -> bool:
     """Return whether a chat template silently drops the text of a message with this role at the beginning of a
-    conversation. The result is False if the template fails for such a conversation.
+    conversation. If the template fails for such a conversation instead, return False.
     """
     rendered = _rendered([{"role": role, "content": _PROBES[0]}, QUESTION], asked, tools=None)
     return rendered is not None and _PROBES[0] not in rendered
@@ -269,8 +268,8 @@ def _leaves_out(asked: AskedTemplate, role: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _takes_turn_after(asked: AskedTemplate, role: str) -> bool:
-    """Return whether a chat template writes out a user message that directly follows a message of `role`. `role` is
-    "user" or "tool".
+    """Return whether a chat template supports a user message directly after a message of `role`, which is "user" or
+    "tool". The template must put the text of the user message into the prompt.
     """
     before = (
         [QUESTION] if role == "user" else conversation_with_call("call00000", in_json=_form_of_calls(asked).in_json)
@@ -281,17 +280,17 @@ def _takes_turn_after(asked: AskedTemplate, role: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _takes_roles(asked: AskedTemplate, roles: tuple[str, ...]) -> bool:
-    """Return whether a chat template writes out one or two messages of the given roles in front of a
-    user's question.
+    """Return whether a chat template puts the texts of one or two messages of the given roles into the prompt. The
+    messages are in front of a user's question.
     """
     first = [{"role": role, "content": text} for role, text in zip(roles, _PROBES, strict=False)]
     return _shows(_rendered([*first, QUESTION], asked, tools=None), _PROBES[: len(roles)])
 
 
 def _with_one_call_each(messages: Sequence[dict[str, Any]], asked: AskedTemplate) -> Iterator[dict[str, Any]]:
-    """Split each assistant message that has several tool calls into one message per call, and yield all messages of the
-    conversation. Each of the new messages is followed by the result of its call. Messages are split only if the chat
-    template writes out one call but not two.
+    """Split each assistant message that has several tool calls into one message per call, followed by the result of
+    this call. Yield all messages of the conversation. Messages are split only if the chat template renders messages
+    with one call but not with two.
     """
     rest = deque(messages)
     while rest:
@@ -312,7 +311,9 @@ def _with_one_call_each(messages: Sequence[dict[str, Any]], asked: AskedTemplate
 
 
 def _in_form(message: dict[str, Any], asked: AskedTemplate) -> dict[str, Any]:
-    """Return a chat message whose content, tool calls and call ids have a form that the chat template writes out."""
+    """Convert a chat message to a form that the chat template supports. The content, the tool calls and the ids of the
+    calls may change. Return the converted message.
+    """
     if "tool_call_id" in message:
         message = {**message, "tool_call_id": _id(message["tool_call_id"], asked)}
     if isinstance(calls := message.get("tool_calls"), Sequence):
@@ -324,8 +325,8 @@ def _in_form(message: dict[str, Any], asked: AskedTemplate) -> dict[str, Any]:
 
 
 def _with_one_text(message: dict[str, Any], asked: AskedTemplate) -> dict[str, Any]:
-    """Return a message with tool calls in a form for chat templates that refuse content and reasoning together. For
-    such a template, the content is appended to the reasoning. The template of gpt-oss, for example, writes only one of
+    """Append the content of a message with tool calls to the message's reasoning, if the chat template refuses messages
+    that have both. Otherwise return the message unchanged. The template of gpt-oss, for example, renders only one of
     the two texts, as reasoning.
     """
     match message:
@@ -337,8 +338,8 @@ def _with_one_text(message: dict[str, Any], asked: AskedTemplate) -> dict[str, A
 
 
 def _call(call: Any, asked: AskedTemplate) -> Any:
-    """Return a tool call whose id and arguments have the form that the chat template supports. The arguments are a
-    mapping, or a JSON text as in OpenAI's API.
+    """Convert a tool call to a form that the chat template supports, and return it. The template may need a short id.
+    It may need the arguments as a mapping, or as a JSON text as in OpenAI's API.
     """
     if isinstance(call, Mapping) and "id" in call:
         call = {**call, "id": _id(call["id"], asked)}
@@ -400,7 +401,9 @@ def _takes_bare_tools(asked: AskedTemplate) -> bool:
 
 
 class _CallForm(NamedTuple):
-    """The form in which a chat template gets an assistant message with tool calls."""
+    """The form of tool calls that a chat template needs: the type of the arguments, and the content of a message that
+    has only calls.
+    """
 
     in_json: bool  # arguments are JSON texts, else mappings
     no_content: str | None  # the content of an answer that has only calls
@@ -408,8 +411,8 @@ class _CallForm(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _form_of_calls(asked: AskedTemplate) -> _CallForm:
-    """Return the form in which a chat template writes out a tool call. If no form is written out, return a form that
-    the template renders without an error.
+    """Find the form of tool calls that a chat template supports, by rendering a test conversation in each form. Return
+    the first form whose arguments appear in the prompt, else the first form that the template renders without an error.
     """
     forms = [_CallForm(in_json, no_content) for no_content in ("", None) for in_json in (False, True)]
     made = {form: _with_call(asked, "call00000", form=form) for form in forms}
@@ -419,7 +422,7 @@ def _form_of_calls(asked: AskedTemplate) -> _CallForm:
 
 @functools.lru_cache(maxsize=64)
 def _takes_calls(asked: AskedTemplate, number: int) -> bool:
-    """Return whether a chat template writes out an assistant message that has `number` tool calls."""
+    """Return whether a chat template puts all `number` tool calls of an assistant message into the prompt."""
     return _shows(_with_call(asked, *("call00000", "call00001")[:number]), _ARGUMENTS[:number])
 
 
@@ -441,8 +444,8 @@ def _takes_both(asked: AskedTemplate) -> bool:
 def _with_call(
     asked: AskedTemplate, *call_ids: str, form: _CallForm | None = None, reasoning: str | None = None
 ) -> str | None:
-    """Render a test conversation that has tool calls with the given ids, and return the rendered text. Return None if
-    the chat template fails. `form` is by default the form of tool calls that the template supports.
+    """Render a test conversation that has one tool call for each of the given ids. Return the prompt, or None if the
+    chat template fails. If `form` is None, the calls have the form that the template supports.
     """
     in_json, content = form or _form_of_calls(asked)
     conversation = conversation_with_call(*call_ids, in_json=in_json, content=content, reasoning=reasoning)
@@ -450,9 +453,9 @@ def _with_call(
 
 
 def _takes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
-    """Return whether a chat template writes out a message whose content has `num_parts` parts. 0 parts means that the
-    content is a plain text. If the template writes out no content of messages with this role, the result for the role
-    "user" applies.
+    """Return whether a chat template supports a list of `num_parts` parts as the content of a message with this role.
+    If `num_parts` is 0, return whether the template supports a plain text. If the template renders no content for this
+    role, return the result for the role "user".
     """
     role = _probed_role(asked, role)
     if role != "user" and not any(_writes(asked, role, number) for number in (0, 1)):
@@ -461,10 +464,10 @@ def _takes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
 
 
 def _probed_role(asked: AskedTemplate, role: str) -> str:
-    """Return the role under which the results of tests of a chat template are cached.
+    """Return the role name under which the results of tests of a chat template are cached.
 
-    All roles that the template does not mention in quotes share one name. The cache thus never stores a role that a
-    client made up, and the number of cached roles is bounded by the template.
+    A role that is neither well-known nor quoted in the template gets one common name. The cache thus never stores a
+    role that a client made up, and the template bounds the number of cached roles.
     """
     template, _ = asked
     if role in _KNOWN_ROLES or (_ROLE.fullmatch(role) and any(f"{quote}{role}{quote}" in template for quote in "'\"")):
@@ -474,8 +477,9 @@ def _probed_role(asked: AskedTemplate, role: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _writes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
-    """Render a short test conversation, and return whether the rendered text contains a message's content. The message
-    has the given role. Its content is a plain text if `num_parts` is 0, else a list of that many parts.
+    """Return whether a chat template puts the content of a message with this role into the prompt. A short test
+    conversation is rendered to find out. The content is a plain text if `num_parts` is 0, else a list of that many text
+    parts.
     """
     template, special_tokens = asked
     texts = _PROBES[: max(num_parts, 1)]
@@ -498,8 +502,8 @@ def _writes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
 
 
 def _content(content: Any, asked: AskedTemplate, role: str) -> str | list[dict[str, Any]] | None:
-    """Return the content of a chat message in a form that the chat template writes out for messages of this role. The
-    form is a text or a list of parts. None stays None.
+    """Convert the content of a chat message to a form that the chat template supports for this role: a text or a list
+    of parts. None stays None. Raises ChatTemplateError for a part of an unsupported type.
     """
     if content is None:
         return None
@@ -552,7 +556,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 def _rendered(
     messages: Sequence[dict[str, Any]], asked: AskedTemplate, tools: Sequence[Any] | None = TOOLS
 ) -> str | None:
-    """Return the text that a chat template renders from messages and tools, or None if the template fails. The contents
+    """Render a test conversation with a chat template. Return the prompt, or None if the template fails. The contents
     of the messages are first converted to the form that the template supports.
     """
     template, special_tokens = asked

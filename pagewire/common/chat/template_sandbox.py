@@ -166,8 +166,8 @@ class _Budget:
 class _Environment(ImmutableSandboxedEnvironment):
     """A Jinja2 sandbox environment that charges the work of a chat template to a budget.
 
-    The charges are made by filters with names that no template can write. `_Metering` inserts these filters wherever
-    work must be charged.
+    Special filters make the charges. Their names contain a space, so that no template can use them. `_Metering` inserts
+    these filters wherever work must be charged.
     """
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -337,9 +337,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Metering(NodeTransformer):
-    """A transformer of a parsed Jinja2 template that makes all work count. Jinja2 would compile some operations to
-    plain Python, such as loops and comparisons. The transformer inserts calls of the environment that charge the work
-    of these operations.
+    """A transformer that inserts charges to the rendering's budget into a parsed Jinja2 template. Jinja2 compiles some
+    operations, such as loops and comparisons, to plain Python, which would run without a charge. The transformer adds a
+    filter of `_Environment` to each of these operations.
     """
 
     def visit_Macro(self, node: nodes.Macro | nodes.CallBlock | nodes.For) -> nodes.Node:
@@ -380,8 +380,8 @@ class _Metering(NodeTransformer):
 
 
 class _Namespace(Namespace):
-    """A Jinja2 namespace object that never writes out its contents, because the rendering's budget does
-    not cover them.
+    """A Jinja2 namespace object whose contents cannot be printed, because the printed text would not be charged to the
+    rendering's budget.
     """
 
     def __repr__(self) -> str:
@@ -423,8 +423,8 @@ def _num_own_chars(body: Iterable[nodes.Node]) -> int:
 
 @pass_context  # otherwise Jinja2 would finalize constants once, at compile time and without a budget
 def _finalize(context: Context, value: Any) -> str:
-    """Convert a value to the text that the chat template writes out, and charge the value and the text to the
-    rendering's budget.
+    """Convert the value of an expression in a chat template to the text that appears in the prompt. Charge the value
+    and the text to the rendering's budget.
     """
     assert isinstance(context.environment, _Environment)
     budget = context.environment.budget
@@ -435,8 +435,9 @@ def _finalize(context: Context, value: Any) -> str:
 
 
 def _check_method(budget: _Budget, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Charge the call of a method of a text or container to the rendering's budget. The cost covers the whole object
-    that has the method. Raises TemplateError for a method that chat templates may not call.
+    """Charge a call of a method of a built-in object, such as `str.split`, to the rendering's budget. The charge
+    depends on the size of the object whose method is called. Raises TemplateError for a method that chat templates may
+    not call.
     """
     owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     served = next((names for kind, names in _METHODS if isinstance(owner, kind)), None)
@@ -454,8 +455,8 @@ def _check_method(budget: _Budget, method: Any, args: tuple[Any, ...], kwargs: M
 def _check_text_method(
     budget: _Budget, owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Charge the output of a string method to the rendering's budget, and also repeated passes of the method over the
-    string. Raises TemplateError if a width is too large.
+    """Charge a call of a string method to the rendering's budget. The charge covers the length of the output, and the
+    work of a method that scans the string several times. Raises TemplateError if a width is too large.
     """
     if name in _COMPARING:
         budget.charge_text(len(owner) * max((len(arg) for arg in args if isinstance(arg, str)), default=1))

@@ -14,7 +14,9 @@ FREE_TEXTS = (ANY_TEXT, "regex", "triggered_tags")  # formats with `excludes`
 
 
 class OutputConstraints(NamedTuple):
-    """The constraints that a chat request puts on the model's output, such as the functions that may be called."""
+    """The limits that a chat request sets for the model's output: the functions that the model may or must call, and
+    the formats that its text and its reasoning must have.
+    """
 
     functions: Mapping[str, Parameters]  # by name
     text: Form  # of an output without calls
@@ -24,14 +26,16 @@ class OutputConstraints(NamedTuple):
 
 
 def json_between(begin: str, parameters: Parameters, end: str | list[str]) -> Form:
-    """Return the structural tag format of a tool call's JSON arguments between the texts `begin` and `end`."""
+    """Return the part of a structural tag (a grammar in JSON) that allows a tool call's JSON arguments, with the text
+    `begin` in front of the arguments and the text `end` (or one of several texts) after them.
+    """
     content = {"type": "json_schema", "json_schema": parameters.schema}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 class TaggedCalls(NamedTuple):
-    """A format of model output in which tool calls are marked by tags anywhere in free text. If a request constrains
-    the content to a format, the output has either calls or content.
+    """A format of model output in which tags mark each tool call. Calls may occur anywhere within free text. If the
+    request requires a text format such as JSON, an output contains either calls or a text in that format, but not both.
     """
 
     tag: CallTag
@@ -48,8 +52,8 @@ class TaggedCalls(NamedTuple):
 
 
 class LeadingCalls(NamedTuple):
-    """A format of model output in which tool calls make up the whole output. The first character of the output shows
-    that the output consists of calls.
+    """A format of model output in which an output is either a series of tool calls or a text. The first character shows
+    which: the calls begin with a character that no text begins with.
     """
 
     tag: CallTag

@@ -19,8 +19,11 @@ Rest = type[Content | Arguments] | None
 
 
 def read_one_or_several(unread: Unread) -> Reading[Rest]:
-    """Read a tool call, or a list of tool calls, from the model's output, and yield the parts of the calls. Return the
-    kind of the text that follows: `Content`, `Arguments` (the call was broken), or None if the text is no call.
+    """Parse one JSON tool call, or a JSON list of tool calls, from the model's output, and yield the parts of the
+    calls.
+
+    Return how the caller must treat the text that follows the calls: as `Content`, as further `Arguments` (the JSON of
+    the last call is broken), or None (the text is no tool call, and no part was yielded).
     """
     if not (yield from unread.accept("[")):
         return (yield from read_call(unread))
@@ -36,11 +39,13 @@ def read_one_or_several(unread: Unread) -> Reading[Rest]:
 
 
 def read_call(unread: Unread, names: Container[str] | None = None, *, is_open: bool = False) -> Reading[Rest]:
-    """Read one tool call that is a JSON object, and yield its parts. Return the kind of the text that follows:
-    `Content`, `Arguments` (the call is broken), or None if the text is no call.
+    """Parse one tool call that is a JSON object, and yield its parts. `is_open` means that the opening brace was
+    already read.
 
-    `is_open` says that the opening brace was already read. `names` is given if no tag has announced the call. The
-    object is then a call only if its function name is in `names`, it has arguments, and its only other key is "type".
+    Pass `names`, the names of the functions, if no tag marks the object as a call. The object is then a call only if
+    its function name is in `names`, it has arguments, and its only other key is "type". Return how the caller must
+    treat the text that follows the call: as `Content`, as further `Arguments` (the JSON of the call is broken), or None
+    (the text is no call, and no part was yielded).
     """
     name: str | None = None
     early: str | None = None  # arguments that preceded the name
@@ -99,8 +104,9 @@ def _held_arguments(unread: Unread) -> Generator[None, None, str | None]:
 
 
 def _unwrapped(text: str) -> str:
-    """Return the arguments of a tool call as a JSON object's text. A model may have written the arguments as a string
-    that contains JSON, or as null.
+    """Return the arguments of a tool call as the text of a JSON object. If the model wrote a string that contains a
+    JSON object, return the content of the string. If the model wrote null, return an empty object. Return other texts
+    unchanged.
     """
     value = _loaded(text)
     if isinstance(value, str) and isinstance(_loaded(value), dict):

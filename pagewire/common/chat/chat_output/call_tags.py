@@ -15,9 +15,9 @@ class CallTags(NamedTuple):
     may_lack: bool = False  # an output may begin with a call whose begin tag is missing
 
     def read(self, unread: Unread, read_call: Callable[[str], Reading[Rest]]) -> Reading[None]:
-        """Read the rest of a model's output in which tool calls are marked by tags, and yield the text around the calls
-        as content. After each begin tag, `read_call` gets the tag, reads one call, and yields its parts. The end tag
-        may be missing.
+        """Parse the rest of a model's output, in which tags mark the tool calls. Yield the text outside of the calls as
+        content. After each begin tag, run `read_call` with this tag: it parses one call and yields its parts. An end
+        tag may be missing.
         """
         if self.may_lack and not (yield from unread.ahead(*self.begins)):
             unread.keep()

@@ -125,8 +125,8 @@ class ChatFormat(NamedTuple):
 
 
 def _without(form: Any, texts: list[str]) -> Any:
-    """Return a copy of a structural tag format in which every free text, at any depth, must not contain `texts`.
-    Constant texts in the format may still contain these texts.
+    """Forbid `texts` in all free text of a structural tag format (a grammar in JSON), and return the changed copy. Free
+    text in nested formats is covered too. Constant texts of the format may still contain `texts`.
     """
     if isinstance(form, list):
         return [_without(each, texts) for each in form]
@@ -228,8 +228,8 @@ class ChatRules(NamedTuple):
 
 @lru_cache(maxsize=16)
 def format_of(template: str, tool_call_parser: str | None = None, reasoning_parser: str | None = None) -> ChatFormat:
-    """Return the format in which a model writes reasoning and tool calls. The parsers' names select the format if they
-    are given. Otherwise the text of the chat template decides.
+    """Return the format in which a model writes reasoning and tool calls. The names of the parsers select the format.
+    Where a name is None, the tags that appear in the text of the chat template select the format.
     """
     if reasoning_parser == _GPT_OSS:
         tool_call_parser, reasoning_parser = _OPENAI, _NONE
@@ -243,10 +243,10 @@ def _chosen(
     name: str | None,
     fits_template: Callable[[tuple[str, ...]], bool],
 ) -> _Format | None:
-    """Return the output format from `table` that fits the chat template, or None.
+    """Choose an output format from `table`, by the parser's name or by the chat template.
 
-    With a name, only the formats of that name are considered. If no format of that name fits the template, return the
-    first format of that name. Without a name, return the first format that fits.
+    Without a name, return the first format that fits the template, or None. With a name, consider only the formats of
+    that name: return the first one that fits the template, else the first one, or None if no format has the name.
     """
     found = [(texts, each) for names, texts, each in table if name is None or name in names]
     first = found[0][1] if found and name is not None else None

@@ -34,7 +34,7 @@ def read_calls(functions: Mapping[str, Parameters], unread: Unread) -> Reading[N
 
 
 def call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return the structural tag part for one tool call of a GLM model to the function `name`. The part makes the
-    arguments match the function's JSON Schema.
+    """Return the part of a structural tag (a grammar in JSON) that allows one tool call of a GLM model to the function
+    `name`. The arguments must match the function's JSON Schema.
     """
     return {"type": "tag", "begin": f"{BEGIN}{name}\n", "content": _ARGUMENTS.form(parameters), "end": END}

@@ -62,10 +62,11 @@ def _read_call_text(unread: Unread, name: str) -> Reading[str]:
 
 
 def form(constraints: OutputConstraints) -> Form:
-    """Return the structural tag format that constrains the output of a gpt-oss model.
+    """Return the structural tag format (JSON) that constrains the output of a gpt-oss model, which writes messages in
+    channels.
 
-    A tool call ends an output, so an output has at most one call. If reasoning has a token budget, at most one message
-    precedes the last message.
+    A tool call is always the last message, so an output has at most one call. If the reasoning has a token budget, at
+    most one message may precede the last message.
     """
     calls = [
         json_between(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", parameters, ["", CALL])

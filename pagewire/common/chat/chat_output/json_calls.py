@@ -29,8 +29,8 @@ class JsonCalls(NamedTuple):
         yield from tags.read(unread, lambda _: read_one_or_several(unread))
 
     def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
-        """Return the structural tag part for one tool call, a JSON object, to the function `name`. The part makes the
-        arguments match the function's JSON Schema.
+        """Return the part of a structural tag (a grammar in JSON) that allows one tool call, written as a JSON object,
+        to the function `name`. The arguments must match the function's JSON Schema.
         """
         opener, closer = "[]" if self.is_list else ("\n", "\n")
         begin = f'{self.begins[0]}{opener}{{"name": {json.dumps(name)}, "arguments": '

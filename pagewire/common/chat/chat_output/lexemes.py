@@ -37,8 +37,8 @@ def read_value(unread: Unread) -> PieceReading[bool]:
     """Read a JSON value from the model's output, and yield its text as it arrives. Return whether the value is
     complete.
 
-    A value counts as complete if its brackets and quotes are closed; nothing else is checked. Reading stops where the
-    text can no longer be JSON.
+    A value is complete when all of its brackets and quotes are closed. Other errors in the value are not detected.
+    Reading stops at the first character that cannot belong to JSON.
     """
     first = yield from unread.next()
     if first in ("{", "[", '"'):

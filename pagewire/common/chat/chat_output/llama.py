@@ -29,7 +29,7 @@ def read_calls(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
 
 
 def call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return the structural tag part for one tool call of a Llama model to the function `name`. The part makes the
-    arguments match the function's JSON Schema.
+    """Return the part of a structural tag (a grammar in JSON) that allows one tool call of a Llama model to the
+    function `name`. The arguments must match the function's JSON Schema.
     """
     return json_between(f'{{"name": {json.dumps(name)}, "parameters": ', parameters, "}")

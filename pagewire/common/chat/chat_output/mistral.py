@@ -42,14 +42,14 @@ def _read_named(unread: Unread) -> Reading[Rest]:
 
 
 def named_call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return the structural tag part for one tool call of a newer Mistral model, written as NAME[ARGS] and the
-    arguments. The part makes the arguments match the function's JSON Schema.
+    """Return the part of a structural tag (a grammar in JSON) that allows one tool call of a newer Mistral model:
+    NAME[ARGS], followed by the arguments. The arguments must match the function's JSON Schema.
     """
     return json_between(f"{BEGIN}{name}{_ARGUMENTS}", parameters, "")
 
 
 def listed_call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return the structural tag part for one tool call of an older Mistral model, written as a list with one JSON
-    object. The part makes the arguments match the function's JSON Schema.
+    """Return the part of a structural tag (a grammar in JSON) that allows one tool call of an older Mistral model: a
+    list that contains one JSON object. The arguments must match the function's JSON Schema.
     """
     return json_between(f'{BEGIN}[{{"name": {json.dumps(name)}, "arguments": ', parameters, "}]")

@@ -10,8 +10,8 @@ from pagewire.common.surrogates import HalfEscapes, without_halves
 
 class OutputParser:
     def __init__(self, read: Callable[[Unread], Reading[None]], *, has_reasoning: bool = False) -> None:
-        """Create a parser for one output of a chat model. `read` reads the format of the output and yields its parts.
-        `has_reasoning` says that the format has tags or channels for reasoning.
+        """Create a parser for one output of a chat model. `read` parses the format of the output and yields the parts
+        (content, reasoning, tool calls). Set `has_reasoning` if the format has tags or channels for reasoning.
         """
         self.has_reasoning = has_reasoning
         self._unread = Unread()

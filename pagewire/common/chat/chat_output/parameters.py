@@ -36,10 +36,9 @@ class Parameters:
         self._budget = budget
 
     def json_form(self, key: str) -> dict[str, Any]:
-        """Return the structural tag format for the JSON value of one property of a function's parameters.
-
-        The property's schema may refer to definitions of the whole schema, so each format gets a copy of these
-        definitions. Raises SchemaBudgetError if the copies exceed the budget.
+        """Return the structural tag format (a grammar in JSON) for the value of one property of a function's
+        parameters. The property's schema may refer to definitions in the whole schema, so these definitions are copied
+        into the format. Raises SchemaBudgetError if the copies exceed the budget.
         """
         value = self.properties[key]
         if self._definitions and isinstance(value, dict):

@@ -56,15 +56,18 @@ class PythonicCalls(NamedTuple):
         return rest
 
     def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
-        """Return the structural tag part for one tool call in Python syntax, between the tags of this format."""
+        """Return the part of a structural tag (a grammar in JSON) that allows one tool call in Python syntax between
+        the tags of this format.
+        """
         tag = bare_call_tag(name, parameters)
         begin, end = f"{self.begins[0]}{self.opener or _LINE}", f"{self.closer or _LINE}{self.ends[0]}"
         return {**tag, "begin": begin + tag["begin"], "end": tag["end"] + end}
 
 
 def bare_call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return the structural tag part for one tool call in Python syntax, such as f(a=1), without tags. The part makes
-    the arguments match the function's JSON Schema and follow the schema's order.
+    """Return the part of a structural tag (a grammar in JSON) that allows one tool call in Python syntax, such as
+    f(a=1), without tags around the call. The arguments must match the function's JSON Schema and be in the schema's
+    order.
     """
     arguments = {
         "type": "tags_in_order",

@@ -28,11 +28,11 @@ class ArgumentTags(NamedTuple):
         return bool((yield from unread.ahead(self.begin, self.end_of_all)))
 
     def read(self, unread: Unread, parameters: Parameters | None) -> Reading[bool]:
-        """Read the tagged arguments of a tool call, and yield them as pieces of a JSON object. Return whether the end
-        tag of the arguments was read.
+        """Parse the tagged arguments of a tool call, and yield them as pieces of a JSON object. Return whether the tag
+        that ends all arguments was read. If not, the text that follows does not belong to the arguments.
 
-        If the end tag was not read, the text that follows is no part of the arguments. A value without an end tag
-        extends to a line that begins with the next tag.
+        If the end tag of a value is missing, the value ends at the first line that begins with the tag of another
+        argument, or with the tag that ends all arguments.
         """
         types = parameters.types if parameters else {}
         key_end, line_end, value = self.middle.partition("\n")
@@ -74,10 +74,10 @@ class ArgumentTags(NamedTuple):
         return marker
 
     def form(self, parameters: Parameters) -> dict[str, Any]:
-        """Return the structural tag format for the tagged arguments of one tool call. The arguments match the
-        function's JSON Schema and follow the schema's order.
+        """Return the structural tag format (a grammar in JSON) that allows the tagged arguments of one tool call. The
+        arguments must match the function's JSON Schema and be in the schema's order.
 
-        If the schema names no properties and allows others, any text matches.
+        If the schema lists no properties but does not forbid additional ones, the format allows any text.
         """
         schema = parameters.schema
         if not parameters.properties and isinstance(schema, dict) and schema.get("additionalProperties") is not False:
@@ -95,8 +95,11 @@ class ArgumentTags(NamedTuple):
 
 
 def _typed(text: str, types: Set[str]) -> str:
-    """Convert the value of a tool call's argument to JSON. The model wrote the value as plain text, JSON or Python.
-    `types` are the JSON types that the function's schema allows. A text that is no such value becomes a JSON string.
+    """Convert the text that a model wrote as an argument of a tool call to JSON. `types` are the JSON types that the
+    function's schema allows for the argument.
+
+    If the text is a JSON or Python literal, return the literal as JSON. If the schema allows strings, do so only if the
+    schema also allows the literal's type, and this type is not string. Return any other text as a JSON string.
     """
     found = json_of(text)
     if found is None:

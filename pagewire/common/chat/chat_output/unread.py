@@ -22,11 +22,12 @@ _ALL_TEXT = re.compile(".*", re.DOTALL)
 
 
 class Unread:
-    """The text of a model's output that was received but not yet parsed.
+    """The text of a model's output that has arrived but is not parsed yet. The text arrives in pieces, so a parser may
+    have to wait in the middle of a tag.
 
-    Invariant: a reader that waits for more text leaves at most the beginning of a marker (a tag to search for) unread.
-    All other text that the reader has examined counts as read. A token therefore costs the same in a long output as in
-    a short one.
+    Invariant: while a parser waits for more text, it leaves at most the beginning of a marker (a tag that it searches
+    for) unread. All other text that it has examined is marked as read. The cost of a token thus does not grow with the
+    length of the output.
     """
 
     def __init__(self) -> None:
@@ -49,24 +50,26 @@ class Unread:
         return self._num_added - len(self.text) + self.at
 
     def kept(self) -> str:
-        """Return the text that was read since the last tag, including the tag and the newlines in front of it. The
-        caller uses this text as content if the tag turns out not to begin a tool call.
+        """Return the text that was recorded since the last tag or call of `keep`, including the tag and the newlines in
+        front of it. If the text turns out not to be a tool call, the caller yields it as content.
         """
         return "".join(self._kept or ())
 
     def keep(self) -> None:
-        """Start to keep a copy of the text that is read from this position, as if a tag were here. `kept` returns the
-        copy.
+        """Start to record the text that is read from this position on. If the text turns out not to be a tool call, the
+        caller gets the recorded text from `kept` and yields it as content.
         """
         self._kept = []
 
     def forget(self) -> None:
-        """Stop keeping a copy of the text that was read since the last tag, and delete the copy."""
+        """Stop recording the text that is read, and delete the recorded text. Called when the text is known to be a
+        tool call.
+        """
         self._kept = None
 
     def until(self, markers: tuple[str, ...], to_part: ToPart) -> Reading[str]:
-        """Read the model's output up to and including the first of some markers (tags). Yield the text in front of the
-        marker as parts, which are built with `to_part`.
+        """Read the model's output up to and including the first marker (a tag from `markers`). Yield the text in front
+        of the marker as output parts, which `to_part` creates.
 
         Newlines directly in front of the marker are dropped. Return the marker, or an empty text if the output ends
         without one. Invariant: no marker is a prefix of another.
@@ -74,8 +77,8 @@ class Unread:
         return (yield from as_parts(to_part, self.pieces_until(markers, _NEWLINES)))
 
     def thoughts(self, reading: Reading[str]) -> Reading[str]:
-        """Run `reading`, and record the part of the model's output that it reads as reasoning. Return the marker that
-        ends the reasoning, or an empty text if the output ends first.
+        """Run `reading`, which parses reasoning, and record the positions of this reasoning in the model's output.
+        Return the tag that ends the reasoning, or an empty text if the output ends first.
         """
         begin = self.place
         self.reasoning.append((begin, math.inf))
@@ -84,8 +87,8 @@ class Unread:
         return marker
 
     def pieces_until(self, markers: tuple[str, ...], trimmed: str = "") -> PieceReading[str]:
-        """Read the model's output up to and including the first of some markers (tags). Yield the text in front of the
-        marker in pieces.
+        """Read the model's output up to and including the first marker (a tag from `markers`). Yield the text in front
+        of the marker in pieces.
 
         Characters in `trimmed` that directly precede the marker are dropped. Return the marker, or an empty text if the
         output ends without one.
@@ -113,8 +116,8 @@ class Unread:
             yield None
 
     def begins_with(self, *markers: str) -> Generator[None, None, str]:
-        """Read one of some markers (tags) if the unread output begins with it, after optional whitespace. Return the
-        marker that was read, or an empty text if none was.
+        """If the unread output begins with one of `markers` (tags), after optional whitespace, read this marker. Return
+        the marker, or an empty text if the output begins with none of them.
         """
         marker = yield from self.ahead(*markers)
         if marker:
@@ -122,8 +125,8 @@ class Unread:
         return marker
 
     def ahead(self, *markers: str) -> Generator[None, None, str]:
-        """Return the marker (tag) with which the unread output begins, after optional whitespace. Return an empty text
-        if there is none. Nothing is read: the output stays unread.
+        """Return the marker (a tag from `markers`) with which the unread output begins, after optional whitespace, or
+        an empty text. No text is marked as read.
         """
         spaces: list[str] = []
         longest = max(map(len, markers))
@@ -141,8 +144,8 @@ class Unread:
         return found
 
     def ends_within(self, *markers: str) -> bool:
-        """Return whether the unread text of the model's output is only whitespace, optionally followed by the beginning
-        of one of some markers (tags).
+        """Return whether the unread text is nothing but whitespace and the beginning of one of `markers` (tags). The
+        beginning may be empty or the whole marker.
         """
         place = self._past(_SPACES)
         rest = self.text[place : place + max(map(len, markers)) + 1]
@@ -200,7 +203,7 @@ class Unread:
         return self.text[self.at : self.at + 1]
 
     def take(self, end: int) -> str:
-        """Read the model's output up to the position `end` of the unread text. Return the text that was read."""
+        """Mark the text up to the position `end` of `self.text` as read, and return it."""
         text = self.text[self.at : end]
         self.at = end
         if self._kept is not None:
@@ -208,9 +211,7 @@ class Unread:
         return text
 
     def _past(self, characters: str) -> int:
-        """Return the position after all leading `characters` of the unread output. Nothing is read: the output stays
-        unread.
-        """
+        """Return the position of the first unread character that is not in `characters`. No text is marked as read."""
         place = self.at
         while place < len(self.text) and self.text[place] in characters:
             place += 1
@@ -228,8 +229,9 @@ class _Search(NamedTuple):
     longest: int
 
     def safe_end(self, text: str, at: int) -> int:
-        """Return the position up to which the text can be passed on. No marker (tag) can begin before this position,
-        whatever text follows. `text` must not contain a whole marker.
+        """Return the position up to which the parser can yield the text now. A marker (tag) may begin at this position
+        and continue in text that has not arrived yet; no marker can begin earlier. `text` must not contain a whole
+        marker.
         """
         for place in range(max(at, len(text) + 1 - self.longest), len(text)):
             if text[place] in self.firsts and any(marker.startswith(text[place:]) for marker in self.markers):
@@ -244,8 +246,8 @@ def _search_of(markers: tuple[str, ...]) -> _Search:
 
 
 def as_parts(to_part: ToPart, reading: PieceReading[_Result]) -> Reading[_Result]:
-    """Turn the text pieces of a reading (a generator that parses model output) into output parts, which are built with
-    `to_part`. Return the result of the reading.
+    """Convert each text that a parser yields to an output part, such as `Content`, by calling `to_part`. Yield the
+    parts and return the parser's result. Yield None while the parser waits for more text.
     """
     while True:
         try:
@@ -262,8 +264,8 @@ def read_content(unread: Unread) -> Reading[None]:
 
 
 def collected(reading: PieceReading[_Result]) -> Generator[None, None, tuple[str, _Result]]:
-    """Run a reading (a generator that parses model output) to its end, and collect its pieces instead of passing them
-    on. Return the collected text and the result of the reading.
+    """Run a parser to its end, and join the texts that it yields. Yield None while the parser waits for more text.
+    Return the joined text and the parser's result.
     """
     pieces: list[str] = []
     while True:

@@ -46,8 +46,8 @@ class XmlCalls(NamedTuple):
         return Content
 
     def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
-        """Return the structural tag part for one tool call in XML-like tags to the function `name`. The part makes the
-        arguments match the function's JSON Schema.
+        """Return the part of a structural tag (a grammar in JSON) that allows one tool call, written in XML-like tags,
+        to the function `name`. The arguments must match the function's JSON Schema.
         """
         return {
             "type": "tag",
