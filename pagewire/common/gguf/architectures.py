@@ -27,8 +27,8 @@ class Architecture:
 
 
 def _llama(keys: Metadata) -> dict[str, Any]:
-    """Return the config.json settings specific to a GGUF file of the architecture "llama". Mistral models have this
-    architecture too: a file with a sliding window gets the settings of Mistral.
+    """Return the config.json settings that are specific to the GGUF architecture "llama". Mistral models have this
+    architecture too: if the file has a sliding window, return the settings of a Mistral model.
     """
     window = keys.whole("attention.sliding_window", 0)
     return {"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {}
@@ -86,9 +86,10 @@ def _qwen3moe(keys: Metadata) -> dict[str, Any]:
 
 
 def _gpt_oss(keys: Metadata) -> dict[str, Any]:
-    """Return the config.json settings for the experts and the sliding window of a gpt-oss model in a GGUF file. Every
-    other layer has a window, starting with the first layer. A config.json without layer_types means the same. Raises
-    GgufError for another pattern of windows.
+    """Return the config.json settings for the experts and the sliding window of a gpt-oss model in a GGUF file.
+
+    Every other layer has a window, starting with the first layer. The settings contain no layer_types, because a
+    config.json without layer_types has this meaning. Raises GgufError for another pattern of windows.
     """
     if keys.has("attention.sliding_window_pattern") and keys.whole("attention.sliding_window_pattern") != 2:
         raise keys.error("attention.sliding_window_pattern", "2: no other value is supported")

@@ -72,8 +72,9 @@ def config_json(file: GgufFile) -> dict[str, Any]:
 
 
 def generation_config_json(file: GgufFile) -> dict[str, Any]:
-    """Return the content of a generation_config.json with the sampling defaults of a GGUF file. Sampling keys that have
-    no name in generation_config.json are included under their own names. Raises GgufError if a value has a wrong type.
+    """Return the content of a generation_config.json with the sampling defaults of a GGUF file. Sampling settings of
+    the file that have no counterpart in generation_config.json are included under their GGUF keys. Raises GgufError if
+    a value has a wrong type.
     """
     sampling = Metadata(file, "general.sampling.")
     found: dict[str, Any] = {name: sampling.number(key) for key, name in _SAMPLING.items() if sampling.has(key)}

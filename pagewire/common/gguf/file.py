@@ -363,8 +363,8 @@ def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
 
 
 def _shortest(value: float) -> float:
-    """Return the number with the fewest decimal digits that rounds to the given float32. For a setting such as 0.1,
-    this is the number that the converter to GGUF received.
+    """Return the number with the fewest decimal digits that rounds to the given float32. A setting such as 0.1 thus
+    gets the value that the converter to GGUF received, without the rounding error of float32.
     """
     if not math.isfinite(value):
         return value
@@ -385,8 +385,8 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
 
 
 def _data_start(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
-    """Return the offset in a GGUF file at which the tensor data begins. The tensors' own offsets count from this
-    offset.
+    """Return the offset in a GGUF file at which the tensor data begins. The offsets of the tensors in the file's header
+    are relative to this offset.
     """
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     is_power = type(alignment) is int and 1 <= alignment <= _MAX_ALIGNMENT and not alignment & (alignment - 1)

@@ -19,8 +19,8 @@ _ADDING_NOTHING = (_BYTE_LEVEL, "TemplateProcessing")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerChanges:
-    """The changes that the other tokenizer files make to a tokenizer.json. First some parts are replaced, and then
-    tokens are added, in order.
+    """The changes to a tokenizer.json that the other tokenizer files of a model require. `apply` first replaces some
+    parts of the tokenizer.json, and then adds tokens, in order.
     """
 
     parts: Parts | None  # None: all parts stay
@@ -106,8 +106,8 @@ def _own(document: Mapping[str, Any], path: Path) -> Iterator[tuple[int, Declare
 
 
 def _with_properties(token: Token, names: Container[str]) -> DeclaredToken:
-    """Return a tokenizer's token with all its properties set. Tokens in `names`, and tokens given only as a text, are
-    special.
+    """Return a token of a tokenizer with all its properties set. The token becomes special if it was given as a text
+    without properties, or if its text is in `names`.
     """
     if isinstance(token, str):
         token = DeclaredToken(token, special=True)
@@ -133,7 +133,7 @@ def _have_effect(changes: TokenizerChanges, document: Mapping[str, Any], own: Ma
 
 
 def _comparable(name: str, part: Any) -> Any:
-    """Return a part of a tokenizer.json without the options that have no effect, so that two parts can be compared."""
+    """Return a copy of a part of a tokenizer.json for a comparison. The copy lacks the options that have no effect."""
     if isinstance(part, list):
         return [_comparable(name, inner) for inner in part]
     if not isinstance(part, dict):
@@ -148,8 +148,8 @@ def _comparable(name: str, part: Any) -> Any:
 
 
 def _rebuilt(document: Mapping[str, Any], parts: Parts, path: Path) -> dict[str, Any]:
-    """Return a tokenizer.json in which the given parts replace all parts except the vocabulary and the merges. The
-    added tokens are removed. Raises ValueError if the tokenizer's model is not BPE.
+    """Return a copy of a tokenizer.json that keeps only its vocabulary and merges. All other parts come from `parts`,
+    and the added tokens are removed. Raises ValueError if the tokenizer's model is not BPE.
     """
     model = document["model"]
     if not isinstance(model.get("vocab"), dict) or "merges" not in model:

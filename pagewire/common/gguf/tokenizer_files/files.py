@@ -77,8 +77,8 @@ class TokenizerFiles:
         return self.text.encode() + (b"" if self.changes is None else self.changes.key())
 
     def token_id(self, text: str) -> int | None:
-        """Return the id that the tokenizer files assign to the token with this text. Return None for a token that the
-        files only name, without an id, because such a token was added after the model was made.
+        """Return the id that the tokenizer files assign to the token with this text. Return None if no file gives an
+        id: such a token is only named in the files, because it was added after the model was made.
         """
         model = self.document.get("model")
         vocab = model.get("vocab") if isinstance(model, dict) else None

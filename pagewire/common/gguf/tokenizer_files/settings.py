@@ -129,8 +129,8 @@ def token_of(value: Any, path: Path, key: str, *, is_special: bool = False) -> T
 
 
 def _is_token(key: str, value: Any) -> bool:
-    """Return whether a setting in a tokenizer file names a special token, such as "bos_token". A setting such as
-    add_bos_token does not name a token, because its value is no text.
+    """Return whether a setting in a tokenizer file specifies a special token, as "bos_token" does. A setting such as
+    add_bos_token specifies no token, because its value is a boolean.
     """
     is_named = isinstance(value, str | None) or (isinstance(value, dict) and "content" in value)
     return key.endswith("_token") and is_named
@@ -184,8 +184,8 @@ def _merged(tokens: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, An
 
 
 def _special(tokens: Mapping[str, Any], kind: TokenizerClass) -> tuple[dict[str, Token], tuple[Token, ...]]:
-    """Return a tokenizer's special tokens in two groups: tokens by their names, such as "bos_token", and special tokens
-    without names.
+    """Return the special tokens of a tokenizer as a tuple: the named tokens by name, such as "bos_token", and the
+    special tokens without names.
     """
     found = {**kind.tokens, **tokens}
     if kind.extra:
