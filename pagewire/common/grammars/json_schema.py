@@ -97,10 +97,10 @@ def for_llguidance(schema: Any) -> dict[str, Any]:
 
 
 def enforceable(root: Any, schema: Any, left_out: set[str]) -> Any:
-    """Return a JSON Schema without annotations and without the keywords that the grammar library cannot enforce.
+    """Remove the annotations from a JSON Schema, and the keywords that the grammar library cannot enforce. Return the
+    reduced schema, and add the names of the unenforceable keywords to `left_out`.
 
-    `schema` is `root` or a schema within `root`. The names of the unenforceable keywords are added to `left_out`. An
-    unenforceable oneOf is converted to anyOf.
+    `schema` is `root` or a schema nested in `root`. A oneOf that cannot be enforced becomes an anyOf.
     """
     if not isinstance(schema, dict):
         return schema
@@ -198,7 +198,8 @@ def _member(value: Any, name: str) -> Any:
 
 
 def _converted(root: Any, schema: Any) -> Any:
-    """Convert a JSON Schema within the schema `root` to the form that the grammar library llguidance enforces.
+    """Convert `schema`, which is nested in the JSON Schema `root`, to the form that the grammar library llguidance
+    enforces.
 
     The result may be true or false. A value that is no schema is returned unchanged, and llguidance later reports the
     error.
@@ -245,8 +246,8 @@ def _with_schemas(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def _excludes_nothing(name: str, value: Any, schema: dict[str, Any], root: Any) -> bool:
-    """Return whether a keyword of a JSON Schema has no effect: the schema allows the same values without
-    the keyword.
+    """Return whether a keyword of a JSON Schema has no effect. Without such a keyword, the schema allows the same
+    values.
     """
     if _is_unset(name, value):
         return True
@@ -281,7 +282,9 @@ def _allows_all(schema: Any) -> bool:
 
 
 def _allows_texts(schema: Any, root: Any, num_references: int = 0) -> bool:
-    """Return whether a JSON Schema allows every string as a value. References are followed, up to a limit."""
+    """Return whether a JSON Schema allows every string as a value. If the schema only refers to another schema, that
+    schema is checked instead, up to `_MAX_REFERENCES` references in a row.
+    """
     kinds = schema.get("type", "string") if isinstance(schema, dict) else None
     if not isinstance(kinds, str | list) or "string" not in kinds:
         return schema is True
@@ -296,8 +299,8 @@ _INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum
 
 
 def _exact_bound(name: str, bound: Any) -> Any:
-    """Return the nearest bound of a number range that the grammar library llguidance represents exactly. The range
-    never gets wider.
+    """Return a bound of a number range that the grammar library llguidance represents exactly. If `bound` itself is not
+    exact, return a number inside the range instead, so that the range never gets wider.
 
     llguidance treats some exclusive bounds that are whole numbers as inclusive: the bound nearer to 0 if the other
     bound is within 1 of it. Such a bound is moved inward.
@@ -312,7 +315,7 @@ def _exact_bound(name: str, bound: Any) -> Any:
 
 
 def _check_exact(text: str) -> None:
-    """Check that the grammar library llguidance reads a number of a JSON Schema exactly. Raises ValueError if
+    """Check that the grammar library llguidance reads a number of a JSON Schema without rounding. Raises ValueError if
     llguidance would read a different number.
     """
     if abs(float(text)) > _LARGEST or (text.lstrip("-").isdecimal() and int(text) != float(text)):

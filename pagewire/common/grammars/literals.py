@@ -39,8 +39,8 @@ _DECODER = json.JSONDecoder()
 
 
 def _byte_level_pieces() -> frozenset[str]:
-    """Return the 256 characters by which GPT-2's tokenizer represents bytes. Printable bytes are represented by the
-    same character, and the remaining bytes by other characters.
+    """Return the 256 characters with which GPT-2's tokenizer writes bytes. A printable byte is written as the same
+    character, and any other byte as a different character.
     """
     shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     return frozenset(map(chr, [*shown, *range(0x100, 0x200 - len(shown))]))
@@ -52,7 +52,7 @@ BYTE_PIECES = (frozenset(f"<0x{byte:02X}>" for byte in range(0x100)), _byte_leve
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A literal text in a grammar, which an output must spell exactly where the grammar requires the text. With
+    """A constant text in a grammar. The output must contain exactly this text wherever the grammar requires it. With
     `is_any_case`, upper and lower case both match.
     """
 
@@ -61,8 +61,8 @@ class Literal:
 
 
 class Alphabet:
-    """The set of characters that a tokenizer's tokens can spell. The set shows whether an output can contain the
-    literal texts of a grammar.
+    """The set of characters that the tokens of a tokenizer can produce. The set is used to check that an output can
+    contain the literal texts of a grammar.
     """
 
     def __init__(self, tokens: Iterable[bytes]) -> None:
@@ -74,9 +74,11 @@ class Alphabet:
         self._characters = frozenset("".join(token.decode(errors="ignore") for token in tokens))
 
     def fault(self, literals: Iterable[Literal], names: Iterable[str]) -> str:
-        """Return an error message for the first literal text of a grammar that no tokens can spell, or an empty text.
-        `names` are the names of special tokens. Such a token may stand for its name in a literal, so the name needs no
-        spelling.
+        """Check that the tokenizer can produce every literal text of a grammar. Return an error message for the first
+        text with a character that no tokens can spell, or an empty text.
+
+        `names` are the names of special tokens. A name in a text is not checked, because the model can produce the
+        special token instead of the characters of its name.
         """
         for literal in literals:
             text = literal.text
@@ -118,8 +120,8 @@ def literals_of(lark: str) -> Iterator[Literal]:
 
 
 def _unquoted(text: str) -> str:
-    """Return the text that a quoted text in a grammar stands for. If the quoted text has escapes that JSON does not
-    have, the escapes stay in the text.
+    """Return the content of a quoted text in a grammar, without quotes and escapes. If the text has an escape that JSON
+    does not allow, no escape is decoded.
     """
     try:
         return json.loads(text)
@@ -128,7 +130,7 @@ def _unquoted(text: str) -> str:
 
 
 def _literals_in_regex(pattern: str, flags: str = "") -> Iterator[Literal]:
-    """Yield the literal texts in a regular expression, which are the longest runs of plain characters."""
+    """Yield the literal texts in a regular expression: its longest runs of plain characters, without operators."""
     is_any_case = "i" in flags or re.search(r"\(\?[a-zA-Z]*i", pattern) is not None
     text = ""
     for found in _IN_REGEX.finditer(pattern):
@@ -142,8 +144,8 @@ def _literals_in_regex(pattern: str, flags: str = "") -> Iterator[Literal]:
 
 
 def _character(found: re.Match[str]) -> str:
-    """Return the literal character that a piece of a regular expression stands for. Return an empty text if the piece
-    is an operator or a class.
+    """Return the character that an element of a regular expression matches, such as a letter or an escaped character.
+    Return an empty text if the element is an operator or a character class.
     """
     if number := found["x"] or found["u"] or found["U"] or found["hex"]:
         return chr(int(number, 16)) if int(number, 16) <= sys.maxunicode else ""
@@ -151,8 +153,8 @@ def _character(found: re.Match[str]) -> str:
 
 
 def _literals_in_schema(schema: Any) -> Iterator[Literal]:
-    """Yield the literal texts that an output may have to spell to follow a JSON Schema: the names and fixed values in
-    the schema, as JSON, and the literal texts in the schema's patterns.
+    """Yield the texts that an output may have to contain to match a JSON Schema. These are the property names and fixed
+    values in the schema, written as JSON, and the literal texts in the schema's patterns.
     """
     if not isinstance(schema, dict):
         return

@@ -19,8 +19,8 @@ _SLACK = 20  # a mask may wait for later, cheaper masks up to this multiple of i
 
 
 class MaskJob:
-    """The computation of one token mask, for one step of a sequence with a grammar. The mask says which tokens the
-    grammar allows after some further tokens.
+    """A job that computes one token mask for a sequence whose output must match a grammar. The job first advances the
+    grammar by `token_ids`. The mask then says which tokens the grammar allows next.
 
     Attributes:
         mask: one bit per token, from the lowest bit of the first int32. Valid once the job is done.
@@ -50,8 +50,8 @@ class MaskJob:
 
 
 class _ThreadQueue:
-    """The queue of token masks that one thread must compute, ordered by due time. A job in the queue may already run on
-    the thread of a caller of `MaskQueue.finish`.
+    """The queue of token masks that one thread must compute, ordered by due time. The thread skips a job that a caller
+    of `MaskQueue.finish` has begun to compute itself.
     """
 
     def __init__(self, lock: threading.Lock) -> None:
@@ -63,8 +63,8 @@ class MaskQueue:
     """A pool of two threads that compute token masks of grammars in the background. The threads start with the first
     job.
 
-    The jobs of one sequence must be submitted one after another. The threads run at normal priority: consuming tokens
-    needs the GIL, and the operating system must not delay the thread that holds the GIL.
+    The caller must submit the jobs of one sequence one after another. The threads have normal priority: they hold the
+    GIL while they consume tokens, and the operating system must not delay a thread that holds the GIL.
     """
 
     def __init__(self, *, has_threads: bool = True) -> None:
@@ -92,11 +92,11 @@ class MaskQueue:
                 self._start()
 
     def finish(self, jobs: Sequence[MaskJob], deadline: float | None) -> None:
-        """Wait until the token masks of all given jobs are computed, or until the deadline, a time of
-        `time.perf_counter`. None means no deadline.
+        """Wait until the token masks of all given jobs are computed, or until the deadline (a time of
+        `time.perf_counter`, or None for no deadline).
 
-        Jobs that have not begun are computed on the caller's thread, cheapest first. A job is left to the other threads
-        if it would probably not end before the deadline.
+        Meanwhile, compute jobs that no thread has begun on the caller's thread, the cheapest job first. A job that
+        would probably end after the deadline is left to the threads of the pool.
         """
         for job in sorted(jobs, key=lambda job: job.matcher.pace.seconds):
             if deadline is not None and time.perf_counter() + job.matcher.pace.seconds > deadline:

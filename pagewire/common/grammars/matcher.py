@@ -82,8 +82,8 @@ def _as_grammar_errors() -> Iterator[None]:
 
 
 class MaskCost:
-    """An estimate of the time in seconds to compute the next token mask of a grammar. The estimate is the time of the
-    slowest mask so far, which decays with each further mask.
+    """An estimate of the time in seconds to compute the next token mask of a grammar. The estimate rises at once to the
+    time of a slower mask, and decays with each faster mask.
     """
 
     def __init__(self) -> None:
@@ -96,8 +96,8 @@ class MaskCost:
 
 @dataclass(frozen=True, slots=True)
 class _MaskSizes:
-    """The number of tokens in a mask that the grammar library fills, and the number of logits that the model has. The
-    tokenizer may have more tokens than the model has logits.
+    """The two sizes of a token mask: the number of tokens for which the grammar library computes bits, and the number
+    of logits of the model. The tokenizer may have more tokens than the model has logits.
     """
 
     num_tokens: int
@@ -155,12 +155,12 @@ class Matcher:
             self.end_token_id = token_ids[end]
 
     def fill_mask(self, address: int, mask_bytes: int) -> None:
-        """Write the mask of the tokens that the grammar allows next to the memory at `address`.
+        """Write a mask of the tokens that the grammar allows next to the memory at `address`.
 
         The mask has one bit per token, from the lowest bit of the first int32. `mask_bytes` must be `4 *
-        ceil(vocab_size / 32)`. If the output has ended, only the end token is allowed. Raises GrammarDeadEndError if no
-        token is allowed, GrammarLimitError if the mask needs too much work, and GrammarError for other errors of the
-        library.
+        ceil(vocab_size / 32)`. If the output has ended, the mask allows only the end token. Raises GrammarDeadEndError
+        if no token is allowed, GrammarLimitError if the mask needs too much work, and GrammarError for other errors of
+        the library.
         """
         if self.end_token_id is not None:
             ctypes.memset(address, 0, mask_bytes)
@@ -201,8 +201,8 @@ class GrammarCompiler:
     """A compiler of grammars for one tokenizer. Only one thread may use a compiler."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int) -> None:
-        """Load a tokenizer, for which grammars are compiled, from the content of its tokenizer.json. `vocab_size` is
-        the number of the model's logits. The tokenizer may have more tokens than the model has logits.
+        """Create a compiler of grammars for the tokenizer in `tokenizer_json`, the content of a tokenizer.json.
+        `vocab_size` is the number of the model's logits. The tokenizer may have more tokens than the model has logits.
         """
         self._tokenizer_json = tokenizer_json
         num_tokens, added, special, self._spells_all = _tokens(tokenizer_json)
@@ -213,9 +213,8 @@ class GrammarCompiler:
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
 
     def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
-        """Compile a grammar. Return a matcher that is at the beginning of the grammar. Raises GrammarError if the
-        grammar is invalid or needs characters that no tokens can spell, and GrammarLimitError if the grammar is too
-        large.
+        """Compile a grammar, and return a matcher in the grammar's initial state. Raises GrammarError if the grammar is
+        invalid or needs characters that no tokens can spell, and GrammarLimitError if the grammar is too large.
         """
         with _as_grammar_errors():
             tokenizer = self._tokenizer(end_token_ids)
@@ -266,8 +265,8 @@ class GrammarCache:
         self._num_bytes = 0
 
     def get(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
-        """Return a new matcher that is at the beginning of a grammar. The grammar is compiled if it is not in the
-        cache. Raises GrammarError if the grammar is invalid.
+        """Return a new matcher in the initial state of a grammar. The grammar is compiled if it is not in the cache.
+        Raises GrammarError if the grammar is invalid.
         """
         content = (kind, text, end_token_ids)
         kept = self._kept.get(content)
@@ -287,8 +286,8 @@ def _num_bytes(content: _Content) -> int:
 
 
 def _named_special_tokens(kind: str, text: str) -> list[str]:
-    """Return the names of the special tokens that a structural tag lists in `special_tokens`. In the texts of the tag,
-    each of these tokens may stand for its name.
+    """Return the names of the special tokens that a structural tag lists in `special_tokens`. Where a text of the
+    structural tag contains such a name, the model may produce the special token instead of the characters of its name.
     """
     tag = from_json(text) if kind == "structural_tag" else None
     names = tag.get("special_tokens") if isinstance(tag, dict) else None
@@ -296,11 +295,15 @@ def _named_special_tokens(kind: str, text: str) -> list[str]:
 
 
 def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int], dict[str, int], bool]:
-    """Read the tokens of a tokenizer from the content of its tokenizer.json.
+    """Read the tokens of a tokenizer from the content of its tokenizer.json. Return a tuple of four values:
 
-    Return the number of tokens, the ids of added and of special tokens by name, and whether every byte has a token.
-    Added tokens are included only if their names have the form <...>, because the grammar library recognizes no other
-    names in texts. For a broken tokenizer return 0, no tokens and True; the library then reports the reason.
+    - the number of tokens;
+    - the ids of the added tokens that are not special, by name. Only names of the form <...> are included, because the
+      grammar library recognizes no other names in texts;
+    - the ids of the special tokens by name;
+    - True if every byte has a token.
+
+    For a broken tokenizer return 0, no tokens and True; the library then reports the reason.
     """
     try:
         tokenizer = json.loads(tokenizer_json)
@@ -320,8 +323,9 @@ def _to_lark(kind: str, text: str, token_names: Mapping[str, int], alone: Contai
     """Convert a request's grammar of any kind to a grammar in Lark, the syntax that llguidance reads. The result may
     still be invalid.
 
-    `token_names` has the ids of the tokens that may stand for their names in structural tags. `alone` has the names
-    that no other tokens can spell. Raises ValueError for an unknown kind, or for a text that does not fit the kind.
+    The model may produce a token of `token_names` (ids by name) where a structural tag contains the token's name. It
+    must do so for the names in `alone`, because no other tokens can spell them. Raises ValueError for an unknown kind,
+    or for a text that does not fit the kind.
     """
     match kind:
         case "json_schema":

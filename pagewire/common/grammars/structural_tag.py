@@ -65,9 +65,9 @@ def structural_tag_to_lark(text: str, token_names: Mapping[str, int], alone: Con
     """Convert a structural tag (xgrammar's JSON format for text with tagged parts) to a grammar in Lark. Raises
     ValueError for an invalid tag or an unsupported feature.
 
-    Each token of `token_names` may stand for its name in texts. A model that has a token for the beginning of a tag is
-    trained to use the token. A name in `alone` must be written with its token, because no other tokens can spell the
-    name.
+    `token_names` has the ids of tokens by name. Where a text contains such a name, the grammar also allows the token.
+    Models that have a token for the beginning of a tag are trained to use the token. For a name in `alone`, the grammar
+    allows only the token, because no other tokens can spell the name.
     """
     rules = _Rules(token_names, alone)
     start = rules.expression(format_in(text))
@@ -166,10 +166,10 @@ class _Rules:
         return self.sequence([self.literal(begin), self.expression(content), ending])
 
     def literal(self, text: str, *, takes_tokens: bool = False) -> str:
-        """Return the Lark expression of a constant text. If the text contains the name of a special token, the token
-        may stand for its name.
+        """Return the Lark expression that matches a constant text. Where the text contains the name of a special token,
+        the expression matches both the characters of the name and the token.
 
-        With `takes_tokens`, the token must stand for its name. The same applies to a name that no other tokens can
+        With `takes_tokens`, the expression matches only the token. The same applies to a name that no other tokens can
         spell.
         """
         before, name, behind = self._cut(text)
@@ -181,8 +181,8 @@ class _Rules:
         return self.sequence([_quoted(before), token, self.literal(behind, takes_tokens=takes_tokens)])
 
     def text(self, form: Any, ends: Sequence[str] = (), pattern: str = _ANY_TEXT) -> str:
-        """Return the Lark expression of any text that matches `pattern` and contains neither the texts that the format
-        excludes nor any of `ends`.
+        """Return the Lark expression of any text that matches `pattern`. The text must contain none of `ends`, and none
+        of the texts that the format `form` excludes.
         """
         excluded = [_quoted(text) for text in (*(form.get("excludes") or ()), *ends)]
         if not excluded:
@@ -192,9 +192,10 @@ class _Rules:
         return name
 
     def up_to(self, ends: Sequence[str], form: Any) -> str:
-        """Return the Lark expression of a format's text up to and including the first of the texts `ends`.
+        """Return the Lark expression of a format's free text, up to and including the first of the texts `ends`.
 
-        In an end, a special token may stand for its name. After `max_tokens` tokens of text, an end must follow.
+        Where an end contains the name of a special token, the model may produce the token instead. If the format has
+        `max_tokens`, an end must follow after that many tokens of text.
         """
         text, most = self.text(form), form.get("max_tokens")
         if most is None:
@@ -210,8 +211,9 @@ class _Rules:
         return self.either([*found, self.sequence([limited, forced])])
 
     def up_to_token(self, end: str, text: str) -> list[str]:
-        """Return the Lark expressions of a text up to and including the text `end`, in which a special token stands for
-        its name. The list is empty if the end contains no token's name.
+        """Return the Lark expression of free text up to and including `end`, where the model produces a special token
+        instead of the token's name in `end`. The result is a list of one expression, or an empty list if `end` contains
+        no token's name.
         """
         before, name, behind = self._cut(end)
         if not name:
@@ -222,11 +224,10 @@ class _Rules:
         return [self.sequence([begun, token, self.literal(behind)])]
 
     def _cut(self, text: str) -> tuple[str, str, str]:
-        """Split a text at the first name of a special token. Return the text in front of the name, the name, and the
-        text after the name.
+        """Find the first name of a special token in a text. Return a tuple: the text in front of the name, the name,
+        and the text after the name. If the text contains no name, return the whole text and two empty texts.
 
-        If several names begin at the same position, the longest name counts. If the text contains no name, return the
-        text and two empty texts.
+        If several names begin at the same position, the longest name is chosen.
         """
         found = [(text.find(name), -len(name), name) for name in self._token_names if name in text]
         if not found:
@@ -264,8 +265,9 @@ class _Rules:
         return first
 
     def triggered(self, form: Any) -> str:
-        """Return the Lark expression of free text with tags in it. Each trigger is a text that must begin one of the
-        tags wherever it occurs. Raises ValueError if a tag begins with no trigger, or a trigger begins no tag.
+        """Return the Lark expression of free text that contains tags. A trigger is the beginning of one or more tags:
+        wherever the text contains a trigger, the rest of one of these tags must follow. Raises ValueError if a tag
+        begins with no trigger, or a trigger begins no tag.
         """
         triggers, tags = _field(form, "triggers", "triggered_tags"), _tags(form)
         for tag in tags:
@@ -301,8 +303,8 @@ def _kind(form: Any) -> str:
 
 
 def _tags(form: Any) -> list[Any]:
-    """Return the tags in a structural tag format, such as "triggered_tags". The type field of these tags may be
-    missing. Raises ValueError if an entry has another type than "tag".
+    """Return the tags in a structural tag format that has a list of tags, such as "triggered_tags". A tag may omit its
+    field "type". Raises ValueError if an entry has another type than "tag".
     """
     tags: list[Any] = _field(form, "tags", form["type"])
     for tag in tags:

@@ -48,7 +48,7 @@ _COPY_SECONDS = 0.015  # the share of the CPU time limit that is reserved for th
 
 class Trials:
     """A client of a separate process that tests whether grammars can be used within limits of CPU time and memory. The
-    methods block, and only one thread may call the methods at a time.
+    methods block. Only one thread may call them at a time, except `close`.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
@@ -114,9 +114,10 @@ class Trials:
 
 
 def _serve(questions: IO[str], answers: IO[str]) -> None:
-    """Test grammars until the input ends. This function is the main loop of the separate process. The first line of
-    `questions` has the tokenizer, and each further line has a grammar. The answer to each line is one line: an error
-    message or an empty text. A forked child tests each grammar.
+    """Run the main loop of the separate process: test grammars until the input ends.
+
+    The first line of `questions` has the tokenizer, and each further line has a grammar. Each line gets an answer of
+    one line: an error message, or an empty text. A forked child process tests each grammar.
     """
     first = json.loads(questions.readline())
     ends = tuple(first["end_token_ids"])
@@ -163,8 +164,8 @@ def _try(compiler: GrammarCompiler, vocab_size: int, kind: str, text: str, end_t
 
 
 class _RandomOutput:
-    """A random output along which the token masks of a grammar are computed, to find grammars with slow masks. The
-    output repeats a token, and sometimes draws another one.
+    """A random output with which a grammar is tested. The token masks after each of its tokens are computed, to find
+    grammars with slow masks. The output mostly repeats a token, and sometimes draws a new one at random.
     """
 
     def __init__(self, matcher: Matcher, vocab_size: int) -> None:
@@ -177,8 +178,8 @@ class _RandomOutput:
         """Compute the token masks of a grammar along a random output. Return the reason why the grammar needs too much
         work, or an empty text.
 
-        `seed` determines the tokens, so every process gets the same result unless masks are slow. Raises
-        GrammarDeadEndError if no token is allowed, and GrammarError for other errors of the grammar library.
+        `seed` determines the tokens, so every process gets the same result, unless slow masks end the test early.
+        Raises GrammarDeadEndError if no token is allowed, and GrammarError for other errors of the grammar library.
         """
         rng, token_id = random.Random(seed), -1
         began = time.process_time()
