@@ -26,7 +26,9 @@ MAX_HIDDEN_GARBAGE = 1_000_000
 
 
 class _Hidden:
-    """The Python objects that are hidden from garbage collections with `gc.freeze`, so that collections stay short."""
+    """The Python objects that are hidden from the garbage collector with `gc.freeze`. The collector does not visit
+    hidden objects, so its collections stay short.
+    """
 
     def __init__(self) -> None:
         # The number of allocated memory blocks at the last collection of all objects, without those reported as
@@ -37,14 +39,14 @@ class _Hidden:
         self.count_remembered: Callable[[], int] = lambda: 0
 
     def watch(self, phase: str, info: dict[str, Any]) -> None:
-        """Hide objects from garbage collections that would take too long. Python's garbage collector calls this method
-        at the start and end of each collection.
+        """Hide objects from the garbage collector before its collections take too long. Python's garbage collector
+        calls this method at the start and end of each collection.
 
-        At the start of a collection, hide its objects if there are too many to visit. At the end of a full collection,
-        hide the survivors if there are too many to visit again.
+        At the start of a collection, hide the objects to visit if they are too many. At the end of a full collection,
+        hide the surviving objects if they are too many to visit again.
 
-        Python counts allocations minus deallocations. If old objects are freed as fast as new objects are made, no
-        collection starts, and even the youngest generation grows without bound.
+        Python starts a collection when allocations exceed deallocations by a threshold. If old objects are freed as
+        fast as new objects are made, no collection starts, and even the youngest generation grows without bound.
         """
         if phase == "start" and not self._is_in_sight:
             self._hide(range(info["generation"] + 1), MAX_LOOKED_AT)
@@ -54,8 +56,8 @@ class _Hidden:
                 self._count()
 
     def collect(self) -> None:
-        """Collect the garbage among the objects that are hidden from garbage collections, and hide the remaining
-        objects again.
+        """Collect the garbage among the hidden objects, and hide the remaining objects from the garbage collector
+        again.
 
         The duration is proportional to the number of all objects in the process, so only an idle process should call
         this method.
@@ -88,11 +90,12 @@ collect_hidden = _hidden.collect
 
 
 def discount(count_remembered: Callable[[], int]) -> None:
-    """Exclude memory that the service keeps on purpose, such as caches, from the count of possible garbage. The growth
-    of such data, which may be most of the memory, then causes no collection of all objects.
+    """Report the memory that the service keeps on purpose, such as caches, so that it does not count as possible
+    garbage. The growth of a cache, which may be most of the memory, then does not start a long collection of all
+    objects.
 
-    `count_remembered` returns the approximate number of memory blocks to exclude. The function is called on the thread
-    in which a garbage collection runs.
+    `count_remembered` returns the approximate number of memory blocks to exclude. The garbage collector calls it during
+    a collection, on the thread in which the collection runs.
     """
     _hidden.count_remembered = count_remembered
 

@@ -17,8 +17,8 @@ Write = Callable[[bytes], None]
 
 
 class LostError(Exception):
-    """The rest of a block of lines cannot be written to its file, pipe or terminal. The error message gives the reason.
-    `rest` has the bytes that were not written.
+    """A block of lines could not be written completely to its file, pipe or terminal. The error message gives the
+    reason. `rest` has the bytes that were not written.
     """
 
     def __init__(self, rest: bytes, cause: Exception) -> None:
@@ -27,11 +27,11 @@ class LostError(Exception):
 
 
 class QueuedWriter:
-    """A queue of lines to write, with a limit in bytes, and the thread that writes the lines. No caller waits for a
-    slow file, pipe or terminal.
+    """A queue of lines to write, with a limit in bytes, and a thread that writes the lines. The callers that add lines
+    never wait for a slow file, pipe or terminal.
 
-    Lines that arrive while the queue is full are dropped and counted. A notice with the number of dropped lines is
-    written in their place.
+    If the queue is full, new lines are dropped and counted. A notice with the number of dropped lines is written in
+    their place.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class QueuedWriter:
     def flush(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until all queued lines are written. Return whether all lines are written.
 
-        Lines that arrived after the thread of a closed writer has ended are never written. In this case return False at
-        once.
+        After the writer was closed and its thread has ended, newly queued lines are never written. If there are such
+        lines, return False at once.
         """
         with self._changed:
             is_late = self._has_ended and bool(self._lines)
@@ -100,8 +100,8 @@ class QueuedWriter:
                 self._lose(error)
 
     def _lose(self, error: LostError) -> None:
-        """Count the lines that a failed write has lost. The loss may begin within a line. With `ends_at_loss`, all
-        queued lines are dropped too, and nothing more is written.
+        """Record that a write has failed, and count the lost lines. A line that was written only in part counts as
+        lost. With `ends_at_loss`, drop all queued lines too, and write nothing more.
         """
         with self._changed:
             self.failure = str(error)
@@ -112,8 +112,8 @@ class QueuedWriter:
                 self._changed.notify_all()
 
     def _take(self) -> bytes | None:
-        """Wait until lines are queued, and take all of them from the queue. Return the lines in order, or None once no
-        more lines will come.
+        """Wait until lines are queued, and remove all of them from the queue. Return them as one block of bytes, or
+        None if the writer is closed and all lines are written.
         """
         with self._changed:
             self._is_writing = False

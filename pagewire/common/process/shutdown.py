@@ -52,10 +52,10 @@ async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, lim
 
 
 async def run_to_completion(serving: Coroutine[Any, Any, int]) -> int:
-    """Run a service to its end, and return its exit code. Then wait for the tasks of gRPC's RPCs, which end shortly
-    after the server.
+    """Run a service to its end, and return its exit code. First wait up to a second for the asyncio tasks of gRPC's
+    RPCs, which end shortly after the server.
 
-    If a task ended together with the event loop, gRPC would treat its RPC as failed and log a traceback.
+    If a task were still running at the end of the event loop, gRPC would treat its RPC as failed and log a traceback.
     """
     try:
         return await serving

@@ -29,11 +29,11 @@ class NamedFile(NamedTuple):
 
 
 class WatchedFiles(Generic[T]):
-    """A value that is parsed from files, such as a certificate. The value is replaced when the files have new content
-    that can be parsed.
+    """A value that is parsed from files, such as a certificate. When the files change, and their new content can be
+    parsed, the new value replaces the old one.
 
-    A thread reads the files, since they may be on a disk that hangs. Neither requests nor the exit of the process wait
-    for the thread.
+    A separate thread reads the files, because a disk may hang. Requests and the exit of the process never wait for this
+    thread.
     """
 
     def __init__(
@@ -50,11 +50,12 @@ class WatchedFiles(Generic[T]):
         """Read and parse the files for the first time. Raises OSError for a file that cannot be read, and any error of
         `parse`.
 
-        `parse` gets the content of each file (None if its flag is not given), and raises ValueError if it cannot use
-        the contents. `interval` is the time between two checks in seconds. For `settling` seconds, unusable files are
-        not reported. If `settling` is 0, unusable content is reported at once, and not parsed again until it changes.
-        `describe` returns the end of log lines. `on_change` is called on the event loop with the previous and the new
-        value.
+        `parse` gets the content of each file (None if its flag is not given), and raises ValueError if the contents are
+        unusable. `interval` is the time between two checks in seconds.
+
+        Unusable files are reported only after `settling` seconds. If `settling` is 0, unusable content is reported at
+        once, and not parsed again until it changes. `describe` returns a text for the end of log lines. `on_change` is
+        called on the event loop with the previous and the new value.
         """
         self._files = files
         self._parse = parse
@@ -127,8 +128,8 @@ class WatchedFiles(Generic[T]):
         return tuple([_content(file) for file in self._files])
 
     def _parsed(self, contents: Contents) -> T:
-        """Return the value parsed from the contents of the files. Raises ValueError if they cannot be parsed. Contents
-        that were refused before are refused again without parsing, if `settling` is 0.
+        """Parse the contents of the files, and return the value. Raises ValueError if the contents cannot be parsed. If
+        `settling` is 0, contents that failed before are not parsed again: the same error is raised at once.
         """
         if self._refused is not None and self._refused[0] == contents and not self._settling:
             raise ValueError(self._refused[1])
@@ -139,8 +140,8 @@ class WatchedFiles(Generic[T]):
             raise
 
     def _report_problem(self, reason: str) -> None:
-        """Log a problem with the watched files once it has lasted for `settling` seconds. A shorter problem may be a
-        change of the files in progress.
+        """Log a problem with the watched files, but only after it has lasted for `settling` seconds. A shorter problem
+        may only mean that another program is writing the files.
         """
         now = self._clock()
         if self._trouble is None or self._trouble[0] != reason:
