@@ -25,10 +25,11 @@ class GenerateManyClient:
         self._sending: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Start to send commands on the GenerateMany RPC. Call this once the first message from the server has arrived.
+        """Start to send commands on the GenerateMany RPC. Call this only after the first message from the server has
+        arrived.
 
-        A server that has the method answers at once. If the server does not have the method, a failed write would hide
-        the server's status.
+        A server that supports the method sends a message at once. Sending earlier to a server without the method would
+        cause a failed write, and this failure would hide the status that the server returned.
         """
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
@@ -44,7 +45,8 @@ class GenerateManyClient:
     def abort(self, stream_id: int) -> bool:
         """Abort a generation request. Return whether the request was already sent to the server.
 
-        An unsent request is dropped. Otherwise a slow server would begin the request, and read the abort much later.
+        A request that was not sent yet is dropped, and the server never receives it. Otherwise a slow server would
+        start the request, and read the abort much later.
         """
         if self._unsent.pop(("submit", stream_id), None) is not None:
             return False

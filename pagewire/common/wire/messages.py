@@ -21,8 +21,8 @@ class WorkerProtocolError(Exception):
 
 
 def _legal(default: Any, is_legal: Callable[[Any], bool]) -> Any:
-    """Return a dataclass field with a default, and with a function that says whether a value of the field is in range.
-    The function must refuse NaN.
+    """Return a dataclass field with a default and a range check. `is_legal` returns whether a value of the field is in
+    range. It must return False for NaN.
     """
     return field(default=default, metadata={"is_legal": is_legal})
 
@@ -42,15 +42,15 @@ def _limits(kind: type) -> list[tuple[str, Callable[[Any], bool]]]:
 
 
 def _column(phase: str) -> Any:
-    """Return a dataclass field of a step plan that is one column of a table. `phase` names the table. The i-th entries
-    of all columns of one phase belong together.
+    """Return a dataclass field of a step plan that is one column of a table. `phase` is the name of the table. The i-th
+    entries of all columns of a table describe the same item.
     """
     return field(default=(), metadata={"phase": phase})
 
 
 class Pooling(Enum):
-    """How a worker computes an embedding from the final hidden states of a sequence's tokens. Embeddings are normalized
-    to length 1.
+    """The method by which a worker computes an embedding from the final hidden states of a sequence's tokens.
+    Embeddings are normalized to length 1.
     """
 
     NONE = 0
@@ -111,8 +111,8 @@ class AddedGrammar:
 
 @dataclass(frozen=True, slots=True)
 class RowOpening:
-    """A part of a step plan that tells the worker to start or resume a sequence. The worker allocates a row (its state
-    of one running sequence) in a free slot.
+    """An instruction in a step plan to start or resume a sequence. The worker creates a row (its state of one running
+    sequence) in the free slot `slot`.
     """
 
     slot: int
@@ -132,9 +132,9 @@ class RowOpening:
 class StepPlan:
     """The scheduler's instructions to the worker for one step.
 
-    The worker executes the parts of the plan as phases in a fixed order. Within a phase, all reads come before all
-    writes. The phases are: released slots, released and added grammars, moves between device and host, copies, row
-    openings, forks, appended blocks, set blocks, appended tokens, work.
+    The worker executes the instructions in phases, in this order: released slots, released and added grammars, moves
+    between device and host, copies, row openings, forks, appended blocks, set blocks, appended tokens, work. Within a
+    phase, all reads come before all writes.
     """
 
     epoch: int
@@ -179,7 +179,9 @@ PHASES = _phases()  # the names of the columns of each phase
 
 
 class RowStatus(Enum):
-    """The outcome of one row (a running sequence) in a step: the row was computed, or the reason why it was not."""
+    """The outcome of a step for one row (a running sequence): OK if the row was computed, else the reason why it was
+    not.
+    """
 
     OK = 1
     NAN_LOGITS = 2
@@ -192,8 +194,8 @@ class RowStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of tokens, as columns with one entry per token position. Each position has the number of top
-    entries that its sequence requested.
+    """Log-probabilities of the tokens at several positions, stored as columns. `chosen` and `ranks` have one entry per
+    position. The other columns have, for each position, the number of most likely tokens that the sequence requested.
     """
 
     chosen: tuple[float, ...] = ()
@@ -204,10 +206,10 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The candidates for the next token of beam search sequences, most likely first. The fields are columns that join
-    the candidates of all rows.
+    """The most likely next tokens of sequences in beam search, in descending order of probability. Each column has the
+    entries of all sequences in turn.
 
-    Each row has the number of candidates that it requested, or fewer if its grammar allows fewer tokens.
+    A sequence has the number of candidates that it requested, or fewer if its grammar allows fewer tokens.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -226,8 +228,8 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The time that the worker spent on each part of a step, in microseconds. Time that is not attributed to another
-    part counts as model_us.
+    """The time in microseconds that the worker spent on each part of a step. model_us includes all time that belongs to
+    no other part.
     """
 
     plan_us: int = 0
@@ -243,8 +245,8 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The worker's result of one step. The entries are in slot order, for the rows (running sequences) that sample a
-    token in this step.
+    """The worker's result of one step. The result covers the rows (running sequences) that sample a token in this step,
+    in slot order.
     """
 
     epoch: int
@@ -342,8 +344,8 @@ class RefusalReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A worker's refusal to begin an epoch (one pairing of a scheduler and a worker). The fields are the reason, the
-    last epoch that the worker has seen, the scheduler instance that began the last epoch, and a message.
+    """The message with which a worker refuses to begin an epoch (one pairing of a scheduler and a worker). `epoch` is
+    the last epoch that the worker has seen, and `instance_id` is the scheduler instance that began it.
     """
 
     reason: RefusalReason

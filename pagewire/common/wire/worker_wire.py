@@ -29,9 +29,9 @@ Envelope = TypeVar("Envelope", bound=Message)
 
 
 class _Translation(Generic[Data, Envelope]):
-    """The translation between dataclasses and the protobuf messages of the link to a worker, in both directions. A
-    protobuf message is an envelope whose body is one of several kinds of message. Each kind has the same name as its
-    dataclass.
+    """A translation between dataclasses and the protobuf messages on the link between scheduler and worker, in both
+    directions. Each protobuf message is an envelope, whose body is a message of one of several types. A body's type has
+    the same name as its dataclass.
     """
 
     def __init__(self, kinds: tuple[type, ...], envelope: type[Envelope]) -> None:

@@ -20,15 +20,17 @@ Ending = Callable[[grpc.aio.ServicerContext], AbstractContextManager[None]]
 
 
 class Unreadable(Exception):
-    """A gRPC request that could not be decoded, or that is too large.
+    """A gRPC request could not be decoded, or is too large.
 
-    The decoder returns the exception as a value, and the exception is raised where the handler reads the message. If
-    the decoder raised it, gRPC would end the RPC with UNKNOWN and log a traceback.
+    The decoder returns this error as a value, and the error is raised later, when the handler reads the request. If the
+    decoder raised the error, gRPC would end the RPC with the status UNKNOWN and log a traceback.
     """
 
 
 async def admit(method: str, context: grpc.aio.ServicerContext) -> None:
-    """Let an RPC pass to its handler. A service that checks nothing before an RPC uses this function as `enter`."""
+    """Let every RPC pass to its handler. This is the default for `enter`, for services that check nothing before an
+    RPC.
+    """
 
 
 @contextmanager
@@ -45,11 +47,11 @@ def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
 
 class Interception(grpc.aio.ServerInterceptor):
     def __init__(self, max_message_bytes: int, enter: Enter, ending: Ending) -> None:
-        """Create an interceptor that wraps every RPC of a gRPC server. `enter` gets the method's name and the RPC's
-        context before the handler runs.
+        """Create an interceptor that wraps every RPC of a gRPC server. For each RPC, `enter` is called with the
+        method's name and the RPC's context, and then the handler runs.
 
-        `enter` and the handler run inside the context manager that `ending` returns. This context manager converts
-        errors to a status.
+        Both run inside the context manager that `ending` returns. This context manager converts their errors to a
+        status of the RPC.
         """
         self._max_message_bytes = max_message_bytes
         self._enter = enter
@@ -112,8 +114,8 @@ async def _readable_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _parts(handler: grpc.RpcMethodHandler) -> tuple[Callable[..., grpc.RpcMethodHandler], Callable[..., Any]]:
-    """Take a gRPC method handler apart. Return the gRPC function that creates handlers of this kind (unary or
-    streaming), and the function that handles the RPCs.
+    """Return a tuple of two functions for a gRPC method handler: the gRPC function that creates handlers of this kind
+    (unary or streaming), and the function that handles the RPCs.
     """
     if handler.request_streaming and handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler, handler.stream_stream

@@ -62,10 +62,10 @@ def create_server(
 
 def lower_grpc_pool_priority() -> None:
     """Lower the priority of the threads in gRPC's thread pool, so that the process's own threads run first if CPU cores
-    are scarce.
+    are scarce. Call this once a server has started.
 
-    Call this once a server has started. The pool is busy only if RPCs arrive, or are reset, faster than gRPC's polling
-    thread can handle them. Threads that the pool starts later inherit the priority.
+    The pool has work only if RPCs arrive, or are reset, faster than gRPC's polling thread can handle them. Threads that
+    the pool starts later have the lower priority too.
     """
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # the thread has ended, or the system has no /proc
@@ -129,8 +129,8 @@ def _add(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
 
 
 def passive_host(host: str) -> str:
-    """Return the host that a server listens on, without brackets. The host :: means all IPv4 and IPv6 addresses. For
-    this host, return 0.0.0.0 if the machine has no IPv6.
+    """Return the host on which a server can listen, without brackets. The host :: means all IPv4 and IPv6 addresses. If
+    `host` is :: and the machine has no IPv6, return 0.0.0.0.
     """
     host = host.strip("[]")
     return "0.0.0.0" if host == "::" and not socket.has_dualstack_ipv6() else host

@@ -14,8 +14,8 @@ def too_large(num_bytes: int, max_bytes: int) -> str:
 
 
 def of_cut_off(details: str) -> str | None:
-    """Return a readable error message for a request that gRPC rejected as too large. `details` are the details of
-    gRPC's status. Return None if they are about another error.
+    """Return a readable error message for a request that gRPC rejected as too large. `details` is the detail text of
+    gRPC's status. Return None if the text reports another error.
     """
     found = _CUT_OFF.search(details)
     return found and too_large(int(found[1]), int(found[2]) - MARGIN_BYTES)

@@ -208,9 +208,9 @@ def server_files(cert: str | None, key: str | None, client_ca: str | None) -> Tl
 
 
 def link_files(name: str, ca: str | None, cert: str | None, key: str | None) -> TlsFiles | None:
-    """Read the TLS files for connections to another of our services. `name` is the name of this service in the command
-    line flags. Return None if no CA is given. Raises OSError if a file cannot be read, and ValueError if its content
-    cannot be used.
+    """Read the TLS files for connections to another of our services. `name` is that service's name in the command line
+    flags, as in --NAME-tls-ca. Return None if no CA is given. Raises OSError if a file cannot be read, and ValueError
+    if its content cannot be used.
     """
     if ca is None:
         return None
@@ -271,7 +271,7 @@ def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certifica
 
 
 def _usable(file: NamedFile, lives: list[Life], now: float) -> list[Life]:
-    """Return the validity periods of certificates that contain the time `now`. Raises ValueError if no period does."""
+    """Return the validity periods in `lives` that include `now`. Raises ValueError if no period includes it."""
     usable = [life for life in lives if life.begin <= now < life.end]
     if not usable:
         last = max(lives, key=lambda life: life.end)

@@ -28,12 +28,12 @@ def decoder(
     converted: Mapping[str, Convert] | None = None,
     apart: Collection[str] = (),
 ) -> Callable[..., Data]:
-    """Return a function that converts a protobuf message to an instance of a dataclass. Fields in `apart` are keyword
-    arguments of the function.
+    """Return a function that converts a protobuf message to an instance of a dataclass. The function does not convert
+    the fields in `apart`. The caller passes the dataclass's fields among them as keyword arguments.
 
-    A field that is not set in the message gets the dataclass's default, or None. The values of an enum's members are
-    the numbers in the message. The function raises ValueError for an unknown number. `converted` has functions for
-    fields whose type does not determine the translation.
+    A field that is not set in the message gets the dataclass's default, or None. An enum's members must have the
+    numbers in the message as values. The function raises ValueError for an unknown number. `converted` has a conversion
+    function for each field whose type does not determine the conversion.
     """
     always: list[tuple[str, Convert]] = []
     absent: dict[str, Any] = {}
@@ -111,12 +111,12 @@ def _columns(
     converted: Mapping[str, Convert] | None = None,
     apart: Collection[str] = (),
 ) -> Iterator[tuple[FieldDescriptor, Convert | None, Any]]:
-    """Yield the fields that a dataclass and a protobuf message share. Each entry has the field, its conversion
+    """Yield the fields that a dataclass and a protobuf message share, as tuples of three: the field, its conversion
     function, and the value for an unset field.
 
-    The conversion is None if values are used unchanged. The value is MISSING if the message cannot show that the field
-    is unset. `nested` is `decoder` or `encoder`. Raises TypeError if the fields that only one of the two has differ
-    from `apart`.
+    The function is None if values need no conversion. The value is MISSING if the message cannot show that the field is
+    unset. `nested` (`decoder` or `encoder`) creates the conversion of nested messages. `apart` must name the fields
+    that only the dataclass or only the message has; otherwise TypeError is raised.
     """
     ours = {field.name: field for field in fields(data_type)}
     theirs = {field.name: field for field in message_type.DESCRIPTOR.fields}

@@ -72,8 +72,8 @@ class RightPort:
         )
 
     def reading(self, where: str, message: str) -> str | None:
-        """Return a diagnosis of the port that caused an error message of gRPC. Return None if the port may be the right
-        one.
+        """Diagnose an error message of gRPC. If the message suggests a wrong port or wrong TLS settings, return a text
+        that describes the cause and the remedy. Otherwise return None.
         """
         found = next((text for sign, text in _READINGS if re.search(sign, message)), None)
         return found and f"{found.format(where=where, port=self)} ({message})"
