@@ -21,10 +21,9 @@ _FORMATTED = re.compile(r"[ft]r?''", re.IGNORECASE)
 
 
 def json_of(text: str) -> str | None:
-    """Convert a value that a model wrote in JSON or as a Python literal to JSON text.
-
-    Return None if the text is no such value, or if it is Python with more than `_MAX_PYTHON_CHARS` characters outside
-    of strings. The limit exists because Python's parser is slow and holds the GIL.
+    """Convert the text of a value, which a model wrote as JSON or as a Python literal, to JSON. Return None if the text
+    is neither, or if it is Python with more than `_MAX_PYTHON_CHARS` characters outside of strings. The limit exists
+    because Python's parser is slow and holds the GIL.
     """
     text = _unpadded(text.strip())
     try:

@@ -48,8 +48,9 @@ class Parameters:
 
 
 def read_functions(functions: Mapping[str, Any]) -> dict[str, Parameters]:
-    """Return the parameters of each function that a request allows the model to call, by the function's name. The given
-    values are `Parameters` or JSON Schemas. Raises SchemaBudgetError if the schemas are too large.
+    """Return a mapping from the name of each function that a request allows the model to call to the function's
+    parameters. The given values are `Parameters` or JSON Schemas. Raises SchemaBudgetError if the schemas are too
+    large.
     """
     budget = SchemaBudget()
     return {

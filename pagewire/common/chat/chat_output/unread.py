@@ -167,7 +167,7 @@ class Unread:
             self.take(self.at + 1)
 
     def run(self, pattern: re.Pattern[str]) -> PieceReading[bool]:
-        """Read the model's output as long as `pattern` matches, and yield the text as it arrives. Return whether any
+        """Read the model's output as long as it matches `pattern`, and yield the text as it arrives. Return whether any
         text matched. The pattern must match the empty text and every prefix of a match.
         """
         has_read = False
