@@ -60,8 +60,8 @@ def _gemma3(keys: Metadata) -> dict[str, Any]:
 
 
 def _gemma(keys: Metadata, large: int) -> dict[str, Any]:
-    """Return the config.json settings that Gemma 2 and Gemma 3 models in GGUF files share. As in llama.cpp, the scale
-    of attention scores differs for the largest model, which has `large` layers.
+    """Return the config.json settings that Gemma 2 and Gemma 3 models in GGUF files share. `large` is the number of
+    layers of the largest model. As in llama.cpp, this model scales attention scores differently from the others.
     """
     head_dim = keys.whole("attention.key_length")
     is_large = keys.whole("block_count") == large
