@@ -38,8 +38,8 @@ class _FewEvents(selectors.EpollSelector):
 
 
 def few_events_loop() -> asyncio.AbstractEventLoop:
-    """Return an asyncio event loop that handles few I/O events between two checks of its timers and thread callbacks.
-
-    Otherwise a client that closes thousands of connections at once could block the loop for a tenth of a second.
+    """Return an asyncio event loop that processes only a few I/O events before it checks its timers and thread
+    callbacks again. With asyncio's default loop, a client that closes thousands of connections at once could delay
+    timers and callbacks for a tenth of a second.
     """
     return asyncio.SelectorEventLoop(_FewEvents())
