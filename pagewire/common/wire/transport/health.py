@@ -87,11 +87,10 @@ class Health:
         announce: Callable[[], None],
         ready: Callable[[], None],
     ) -> None:
-        """Report through the health service whether the services are ready, each time that `changed` is set.
-        `is_serving` returns the readiness.
+        """Keep the status in the health service up to date. Each time that `changed` is set, call `announce`, and
+        report the result of `is_serving` as the readiness of the services.
 
-        `announce` is called each time. `ready` is called once, when the service becomes ready for the first time. The
-        loop runs until cancelled.
+        `ready` is called once, when the services become ready for the first time. The loop runs until cancelled.
         """
         has_served = False
         while True:

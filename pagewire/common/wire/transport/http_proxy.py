@@ -25,8 +25,8 @@ class HttpProxy:
 
     @property
     def remark(self) -> str:
-        """A suffix for the error message of a failed connection that names the HTTP proxy, and the setting that avoids
-        the proxy.
+        """A text for the end of the error message of a failed connection. The text names the HTTP proxy, and the
+        setting that avoids the proxy.
         """
         return f", through {self.variable} {self.url}; set no_proxy={self.host} to connect without the proxy"
 

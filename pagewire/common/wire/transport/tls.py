@@ -49,8 +49,8 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The validated PEM contents of the TLS files of a client or a server. `lives` has the validity period of the
-    certificates in each file, by the command line flag for the file.
+    """The validated PEM contents of the TLS files of a client or a server. `lives` maps the command line flag of each
+    file to the validity period of the certificates in the file.
     """
 
     ca: bytes | None
