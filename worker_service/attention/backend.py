@@ -37,7 +37,7 @@ class AttentionShape:
     has_sinks: bool = False  # whether layers pass `Scoring.sinks`
 
     def scoring(self, window: int, device: torch.device) -> Scoring:
-        """Return the parameters that turn query-key dot products into attention weights, for layers with this window.
+        """Return the scale, soft cap, window and ALiBi slopes for the attention of layers with this window size.
 
         Attention sinks are not included, because each layer has its own.
         """
@@ -48,10 +48,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """GPU tensors from which attention kernels read the lengths of a step's rows. A CUDA graph can contain these reads.
+    """GPU tensors with the token offsets and the lengths of a step's sequences, for attention kernels.
 
-    A row is the worker's state of one running sequence. If a graph contains the step, the numbers in `AttentionBatch`
-    are upper bounds for all steps that replay the graph.
+    A row is the worker's state of one running sequence. A CUDA graph can contain kernels that read these tensors. If a
+    graph contains the step, the numbers in `AttentionBatch` are upper bounds for all steps that replay the graph.
     """
 
     query_start_loc: Tensor  # [S + 1] int32
@@ -74,9 +74,9 @@ class DeviceRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The inputs of attention for one step: S rows (running sequences) with T new tokens in one flat batch.
+    """The inputs of attention for one step: T new tokens of S sequences (rows), concatenated into one flat batch.
 
-    A row's new tokens occupy the row's last positions.
+    The new tokens of a sequence are at its last positions.
     """
 
     query_start_loc: list[int]  # [S + 1] offset of each row's tokens in the flat batch; each row has at least one token
@@ -87,9 +87,10 @@ class AttentionBatch:
     device_rows: DeviceRows | None = None  # set on a GPU
 
     def rows_on(self, device: torch.device) -> DeviceRows:
-        """Return the GPU tensors with the lengths of the step's sequences: `device_rows`, or new tensors on `device`.
+        """Return GPU tensors with the token offsets and the lengths of the step's sequences.
 
-        Building new tensors copies from the host, so a CUDA graph cannot contain that case.
+        The result is `device_rows` if it is set. Otherwise new tensors are created on `device`. Creating them copies
+        values from the host, which a CUDA graph cannot contain.
         """
         return self.device_rows or DeviceRows.of(self.query_start_loc, self.seq_lens, device)
 
@@ -130,7 +131,7 @@ class UnavailableError(ValueError):
 class Capability:
     """The models and devices that an attention backend supports, such as its dtypes and head sizes.
 
-    Every backend supports any window in any layer, soft caps and ALiBi slopes.
+    Every backend supports sliding windows, soft caps and ALiBi slopes, so these are not listed.
     """
 
     backend: str
@@ -201,9 +202,10 @@ class Capability:
 
 
 def _in_torch(shape: AttentionShape, device: torch.device) -> str:
-    """Return the advice in an error message for a model whose heads an attention backend does not support.
+    """Return the remedy for an error message about unsupported attention heads: use the torch backend.
 
-    The torch backend supports all heads. On a GPU it needs a KV cache of the dtype that it computes in.
+    The torch backend supports all heads. On a GPU it needs a KV cache of the dtype in which it computes. If the cache
+    has another dtype, the remedy names the flag that changes it.
     """
     is_quantized = device.type == "cuda" and shape.cache_dtype != shape.dtype
     return "use --attention-backend torch" + (" with --kv-cache-dtype auto" if is_quantized else "")

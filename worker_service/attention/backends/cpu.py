@@ -39,7 +39,7 @@ def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | No
 class CpuAttend:
     """The attention function of one prepared step on a CPU. A call computes one layer.
 
-    Code that runs all layers in one call of the C kernels reads the fields instead.
+    `CpuDecoder` runs all layers in one call of the C kernels. It reads the fields instead of calling the function.
     """
 
     kernels: CpuKernels
@@ -72,5 +72,5 @@ class CpuAttention:
         return self.prepare_rows(rows, kv_cache)
 
     def prepare_rows(self, rows: PagedRows, kv_cache: Sequence[LayerCache]) -> CpuAttend:
-        """Prepare the attention of one step from rows (running sequences) in the layout that the C kernels read."""
+        """Prepare the attention of one step. `rows` describes its sequences in the layout of the C kernels."""
         return CpuAttend(self._kernels, rows, self._scorings, kv_cache)

@@ -99,7 +99,8 @@ _Attending = tuple[slice, Callable[..., Tensor]]
 def _decodes(rows: DeviceRows, num: int, block_tables: Tensor, options: Mapping[str, Any]) -> _Attending:
     """Prepare attention for the first `num` sequences of a step, which decode one token each.
 
-    Return the slice of their tokens in the batch, and the function that attends with these tokens.
+    Return (tokens, attend). `tokens` is the slice of the batch with the sequences' tokens. `attend` computes the
+    attention of these tokens in one layer.
     """
     of_rows = {"cache_seqlens": rows.seq_lens[:num], "block_table": block_tables[:num]}
 
@@ -117,7 +118,8 @@ def _prompts(
 ) -> _Attending:
     """Prepare attention for the sequences of a step from index `first` on, which may have several new tokens each.
 
-    Return the slice of their tokens in the batch, and the function that attends with these tokens.
+    Return (tokens, attend). `tokens` is the slice of the batch with the sequences' tokens. `attend` computes the
+    attention of these tokens in one layer.
     """
     starts = rows.query_start_loc[first:]
     of_rows = {

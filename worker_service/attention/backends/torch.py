@@ -64,9 +64,10 @@ class TorchAttention:
         self._scoring = shape.scoring(0, device)  # for all layers, without windows and sinks
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Prepare the attention of one step: sort its sequences into first chunks, later chunks and decoding groups.
+        """Prepare the attention of one step. See `AttentionBackend.prepare`.
 
-        Compute the cache indices and masks of each kind. See `AttentionBackend.prepare`.
+        Divide the sequences into first chunks of prompts, later chunks, and groups that decode. Compute the KV cache
+        indices and the attention masks that later chunks and decoding groups need.
         """
         caches = [(TokenRows(keys), TokenRows(values)) for keys, values in kv_cache]
         windows = self._shape.windows
@@ -90,16 +91,16 @@ class TorchAttention:
 def _supports_masks(device: torch.device) -> bool:
     """Return whether `F.scaled_dot_product_attention` can be used with masks on `device`.
 
-    On a GPU (an H200 with torch 2.11), a mask at an unaligned address ended the process, and results under a window's
-    mask were wrong. Attention that needs a mask is computed by `_attend_scored` there.
+    On a GPU (an H200 with torch 2.11), a mask at an unaligned address crashed the process, and the mask of a sliding
+    window gave wrong results. On GPUs, `_attend_scored` therefore computes all attention that needs a mask.
     """
     return device.type == "cpu"
 
 
 def _is_plain(scoring: Scoring) -> bool:
-    """Return whether `F.scaled_dot_product_attention` can compute this attention: no soft cap, ALiBi slopes or sinks.
+    """Return whether `F.scaled_dot_product_attention` can compute attention with these parameters.
 
-    A sliding window is possible, because a mask can express it.
+    It does not support soft caps, ALiBi slopes or attention sinks. It supports a sliding window, in the form of a mask.
     """
     return not scoring.softcap and scoring.alibi_slopes is None and scoring.sinks is None
 
@@ -109,12 +110,13 @@ def _attend_scored(
 ) -> Tensor:
     """Compute attention in plain torch operations, with soft caps, ALiBi slopes, sliding windows and sinks.
 
-    `F.scaled_dot_product_attention` supports soft caps, slopes and sinks on no device.
+    `F.scaled_dot_product_attention` does not support soft caps, slopes or sinks on any device.
 
     Args:
         queries, keys, values: as `F.scaled_dot_product_attention` expects them.
-        distances: positions from each key to each query, broadcast to the scores; keys after a query are hidden.
-        head_shape: the last dimensions of the scores, with the number of heads where they count heads and 1 elsewhere.
+        distances: position of each query minus position of each key, broadcast to the scores. A key with a negative
+            distance is hidden.
+        head_shape: the shape that broadcasts one value per head to the scores.
     """
     # a GPU's matmul returns the operands' dtype, but its fused attention accumulates scores in float32
     if queries.is_cuda:
@@ -137,9 +139,9 @@ def _attend_scored(
 
 @dataclass(frozen=True, slots=True)
 class _FirstChunk:
-    """The first tokens of a prompt, from position 0 on, at most as many as the layer's window.
+    """New tokens of one sequence that attend only to one another, such as the first chunk of a prompt.
 
-    They attend to their own keys and values and read no KV cache.
+    There are at most as many tokens as the layer's window. Their attention does not read the KV cache.
     """
 
     tokens: slice
@@ -158,7 +160,10 @@ class _FirstChunk:
 
 @dataclass(frozen=True, slots=True)
 class _LaterChunk:
-    """New tokens of a sequence that also attend to earlier tokens in the KV cache, or that are more than the window."""
+    """New tokens of one sequence whose attention reads the KV cache.
+
+    Some of them attend to earlier tokens, or there are more of them than positions in the layer's window.
+    """
 
     tokens: slice
     positions: Tensor  # [N] cache rows of the row's positions
@@ -190,7 +195,10 @@ class _LaterChunk:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """R sequences that decode one token each and attend together. Their keys are padded to N positions."""
+    """R sequences that decode one token each, and whose attention is computed together.
+
+    The keys of each sequence are padded to N positions.
+    """
 
     tokens: Tensor  # [R]
     positions: Tensor  # [R * N] cache rows; padding repeats a row's last position
@@ -228,7 +236,10 @@ _Part = _FirstChunk | _LaterChunk | _DecodeGroup
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The rows (running sequences) of a step and the KV cache's layout, for all layers with the same window size."""
+    """The lengths and block tables of a step's sequences, and the KV cache's layout.
+
+    All layers with the same window size share this object.
+    """
 
     num_queries: list[int]  # [S]
     query_start_loc: list[int]  # [S + 1]
@@ -265,10 +276,10 @@ class _Step:
         return blocks * self.block_stride + offsets
 
     def positions(self, rows: list[int], num_positions: int) -> Tensor:
-        """Return the indices at which the KV cache stores positions of some sequences: `num_positions` for each.
+        """Return the indices of the KV cache entries for `num_positions` positions of each given sequence, flattened.
 
-        The result is flattened. `rows` are the sequences' indexes in the step. Positions past a sequence's end repeat
-        the last position of the sequence.
+        `rows` are the sequences' indexes in the step. Positions start at the first one to which the sequence's new
+        tokens attend. After the sequence's end, the index of its last position is repeated.
         """
         device = self.block_tables.device
         ends = [[self.starts[row], self.starts[row] + self.lengths[row] - 1] for row in rows]
@@ -283,9 +294,9 @@ def _first_chunks(step: _Step) -> list[_Part]:
 
 
 def _is_first_chunk(step: _Step, row: int) -> bool:
-    """Return whether a sequence can attend to its new tokens alone, without the KV cache.
+    """Return whether the attention of a sequence's new tokens can be computed without the KV cache.
 
-    This is so if the sequence has no earlier tokens, and not more new tokens than the window.
+    It can if no new token attends to an earlier token, and if the new tokens are not more than the window.
     """
     num_queries = step.num_queries[row]
     return num_queries == step.lengths[row] and (not step.window or num_queries <= step.window)
@@ -304,10 +315,10 @@ def _later_chunks(step: _Step) -> list[_Part]:
 
 
 def _mask(step: _Step, num_queries: int, num_positions: int) -> Tensor:
-    """Return the additive attention mask [queries, positions], causal and limited to the sliding window.
+    """Return an additive attention mask [queries, positions], causal and limited to the sliding window.
 
-    The mask is aligned to the bottom right: its last q rows and last n columns apply to any q queries that are the last
-    of n positions.
+    All chunks of a step share one mask. A chunk of q queries that are the last of n positions uses the last q rows and
+    the last n columns of the mask.
     """
     num_queries = min(num_queries, MAX_CHUNK_QUERIES)
     if step.window:

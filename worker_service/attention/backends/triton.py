@@ -46,10 +46,10 @@ def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | No
 
 @dataclass(frozen=True, slots=True)
 class CachedAttend:
-    """The attention function of one prepared step on a GPU. Its two halves can also be called separately.
+    """The attention function of one prepared step on a GPU: write keys and values to the KV cache, then attend.
 
-    The first half writes keys and values to the KV cache, in a launch of its own or in the launch that rotates the
-    heads. The second half attends. A cache of 8-bit floats has scales of 1.
+    Both parts can also be called separately, because the kernel that rotates the heads (RoPE) can also write the cache.
+    A KV cache of 8-bit floats stores keys and values unscaled (scale 1).
     """
 
     kv_cache: Sequence[LayerCache]
@@ -65,7 +65,7 @@ class CachedAttend:
 
 
 class TritonAttention:
-    """The attention backend for GPUs. A KV cache of 8-bit floats stores keys and values unscaled (scale 1)."""
+    """The attention backend for GPUs, by Triton kernels. A KV cache of 8-bit floats stores keys and values unscaled."""
 
     name = "triton"
     is_head_major = False
@@ -84,9 +84,9 @@ class TritonAttention:
         self._strides: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Prepare the attention of one step: choose its kernels, and whether long sequences are split among programs.
+        """Prepare the attention of one step: choose kernels, and decide whether several GPU programs share a sequence.
 
-        Layers with the same window share the choice. See `AttentionBackend.prepare`.
+        The decision is made once for all layers with the same window. See `AttentionBackend.prepare`.
         """
         strides = self._strides_of(kv_cache)
         device = kv_cache[0][0].device
@@ -120,7 +120,8 @@ class TritonAttention:
     def _strides_of(self, kv_cache: Sequence[LayerCache]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return the strides of each layer's key cache and value cache.
 
-        The strides are checked when a KV cache is first seen. A worker uses the same cache in all of its steps.
+        A worker uses the same KV cache in all of its steps. The strides are computed and checked only when the cache is
+        new.
         """
         if self._first_cache is None or self._first_cache() is not kv_cache[0][0]:
             caches = [paged_caches(*layer) for layer in kv_cache]
@@ -131,10 +132,10 @@ class TritonAttention:
     def _plan(
         self, batch: AttentionBatch, decode_lens: Tensor, window: int, num_blocks: int, device: torch.device
     ) -> SplitPlan | None:
-        """Decide how the positions of decoding sequences are split among GPU programs, for layers of this window.
+        """Decide how GPU programs share the attention of decoding sequences, in layers with this window.
 
-        Return None if the sequences are not split, because splitting would not be faster. `decode_lens` are their
-        lengths.
+        Return a plan that divides the positions of each sequence among programs. Return None if that would not be
+        faster. `decode_lens` are the lengths of the sequences.
         """
         max_positions = window or ANY_LEN
         lengths = [min(length, max_positions) for length in batch.seq_lens[: len(decode_lens)]]
@@ -150,8 +151,8 @@ class TritonAttention:
     def _allocate(self, num_rows: int, window: int, device: torch.device) -> SplitPlan:
         """Return memory for a split plan, which divides the positions of decoding sequences among GPU programs.
 
-        Consecutive steps share one allocation per window. A captured CUDA graph gets its own allocation, which lasts
-        while the graph can be replayed.
+        Steps without a CUDA graph share one allocation per window. A captured CUDA graph gets its own allocation, which
+        lasts while the graph can be replayed.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._new_plan(num_rows, device)
@@ -167,10 +168,11 @@ class TritonAttention:
 
 
 def _split_lengths(rows: DeviceRows) -> tuple[Tensor, Tensor]:
-    """Return the lengths of a step's sequences for two kernels, [S] int32 each: one decodes, the other prefills.
+    """Return the lengths of a step's sequences as two tensors [S] int32: for the decode kernel and the prefill kernel.
 
-    `PagedAttention.of_any_rows` expects these tensors. Sequence i decodes if it starts at token i and has exactly one
-    new token. Decode lengths are 0 for other sequences, and prefill lengths are -1 for sequences that decode.
+    `PagedAttention.of_any_rows` expects these tensors. Sequence i decodes if its tokens start at offset i of the batch
+    and it has exactly one new token. The decode length of any other sequence is 0. The prefill length of a sequence
+    that decodes is -1.
     """
     starts, ends = rows.query_start_loc[:-1], rows.query_start_loc[1:]
     places = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
