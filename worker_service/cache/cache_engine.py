@@ -43,7 +43,10 @@ class CacheShape:
 
     @property
     def row_size(self) -> int:
-        """The number of elements that store one head at one position. In an int8 cache they include the scale."""
+        """The number of elements that store the key or the value of one head at one position.
+
+        In an int8 cache they include the scale.
+        """
         return row_size(self.head_dim, self.dtype)
 
 
@@ -51,8 +54,8 @@ class CacheEngine:
     """The memory of the KV cache: a pool of blocks on the device, and a pool of swapped-out blocks on the host.
 
     `layers[i]` is (key_cache, value_cache), each [num_blocks + 1, block_size, num_kv_heads, row_size]. The engine
-    initializes only block 0. The content of other blocks, NaN included, is not read before a step or move writes it.
-    `check` validates the block operations of a plan before any of them starts.
+    initializes only block 0. Other blocks may contain anything, NaN included, because their content is not read before
+    a step or a move writes it. `check` validates the block operations of a plan before any of them starts.
     """
 
     def __init__(
@@ -65,8 +68,8 @@ class CacheEngine:
     ) -> None:
         """Allocate the device blocks and the host blocks.
 
-        `streams` is an accelerator, which moves blocks while it computes. If it is None, all operations run in the
-        order of the calls. On a CPU they finish before the calls return.
+        `streams` is the accelerator that moves blocks while it computes. If it is None, all operations run in the order
+        of the calls. On a CPU they finish before the calls return.
         """
         self.shape = shape
         self.num_device_blocks = num_device_blocks
@@ -88,7 +91,7 @@ class CacheEngine:
         self._last_planned_step = 0
 
     def reset(self) -> None:
-        """Prepare the KV cache for a new session with a scheduler, after every started move and copy has finished."""
+        """Wait until all moves and copies of blocks have finished, and prepare for a new session with a scheduler."""
         self._moves.synchronize()
         self._moves.reset()
         self._last_planned_step = 0
@@ -96,8 +99,8 @@ class CacheEngine:
     def check(self, plan: StepPlan) -> None:
         """Raise WorkerProtocolError if a step plan contains an invalid move or copy of KV cache blocks.
 
-        A move or copy is invalid if an id is out of range, if sources and targets differ in number, or if a block is
-        written twice. A plan must not swap the same block out and in.
+        A move or copy is invalid if a block id is out of range, if the lists of sources and targets differ in length,
+        or if a block is written twice. A plan must not swap the same block out and in.
         """
         num_device_blocks, num_host_blocks = self.num_device_blocks, self.num_host_blocks
         for name, sources, num_sources, targets, num_targets in (
@@ -134,9 +137,9 @@ class CacheEngine:
             self._moves.copy(plan.copy_source_blocks, plan.copy_target_blocks)
 
     def fill_with_nan(self, block_ids: Sequence[int], start: int, end: int) -> None:
-        """Fill positions [start, end) of a sequence in the KV cache with NaN. `block_ids` is its block table.
+        """Fill positions [start, end) of a sequence in the KV cache with NaN, because they could not be computed.
 
-        A sequence that reads these positions then yields no token.
+        A sequence that reads these positions then yields no token. `block_ids` is the block table of the sequence.
         """
         block_size, position = self.shape.block_size, start
         while position < end:
@@ -149,15 +152,18 @@ class CacheEngine:
             position = last
 
     def last_moved_step(self) -> int:
-        """Return the number of the last step whose KV cache block moves are done.
+        """Return the number of the last step whose moves of KV cache blocks between device and host have finished.
 
-        The moves of all earlier steps are done too. Without streams, moves are done when `move` returns.
+        The moves of all earlier steps have finished too. Without streams, moves finish before `move` returns.
         """
         return self._moves.last_done_step(self._last_planned_step)
 
     @property
     def is_moving(self) -> bool:
-        """Whether some KV cache block moves are in progress that `last_moved_step` has not yet reported as done."""
+        """Whether any move of KV cache blocks between device and host is unfinished.
+
+        The value stays True until `last_moved_step` has reported that the moves have finished.
+        """
         return self._moves.is_busy
 
     def measure_bandwidth(self) -> float:
@@ -195,7 +201,7 @@ def _check_ids(what: str, block_ids: Sequence[int], num_blocks: int) -> None:
 def _check_moved_once(where: str, swapped_out: Sequence[int], swapped_in: Sequence[int]) -> None:
     """Raise WorkerProtocolError if the same plan swaps a KV cache block out and in.
 
-    Both ends of a move are reserved until the move is done. No other move may write its source or read its target.
+    Until a move has finished, no other move may write its source block or read its target block.
     """
     both = swapped_out and swapped_in and set(swapped_out).intersection(swapped_in)
     if both:

@@ -45,14 +45,14 @@ class HostMoves:
         return last_planned_step
 
     def reset(self) -> None:
-        """Begin a new session with a scheduler. Nothing is to do, because the blocks' old content is not read again."""
+        """Do nothing at the start of a session with a scheduler, because the blocks' old content is not read again."""
 
 
 def _transfer(source: Tensor, source_ids: Sequence[int], target: Tensor, target_ids: Sequence[int]) -> None:
-    """Copy blocks between two tensors, or within one tensor if no block is both read and written.
+    """Copy KV cache blocks between two tensors, or within one tensor if no block is both read and written.
 
-    Each run of ids that ascend by 1 at both ends is one copy. On a CPU this is 2 to 8 times faster than gathering and
-    scattering, except for blocks of a few KiB.
+    Blocks whose ids ascend by 1 in both tensors are copied together, in one operation. On a CPU this is 2 to 8 times
+    faster than gathering and scattering, except for blocks of a few KiB.
     """
     start = 0
     for end in range(1, len(source_ids) + 1):

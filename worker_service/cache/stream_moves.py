@@ -34,7 +34,7 @@ _SLAB_BYTES = 1 << 30
 
 
 def num_staging_blocks(num_host_blocks: int, block_bytes: int) -> int:
-    """Return the number of blocks of a GPU's staging buffer, through which KV cache blocks move to and from the host.
+    """Return the number of KV cache blocks in a GPU's staging buffer. Blocks move to and from the host through it.
 
     The result is 0 if there are no host blocks.
     """
@@ -57,7 +57,7 @@ class _BlockOperations:
 def _block_operations(device: torch.device) -> _BlockOperations:
     """Return the functions that gather, scatter and copy blocks on `device`: Triton kernels on CUDA, else plain torch.
 
-    A gather by the Triton kernel is one launch that needs no memory of its own.
+    The Triton kernel gathers blocks in one launch and allocates no memory.
     """
     if device.type == "cuda":
         from pagewire.kernels.triton import blocks
@@ -89,9 +89,9 @@ class _BlockIds:
         self._under_way: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def put(self, ids: Sequence[int]) -> Tensor:
-        """Copy block ids to pinned host memory and return it, for an operation that copies the ids to the GPU.
+        """Copy block ids to pinned host memory and return it. A later operation copies the ids from there to the GPU.
 
-        Call `hold` after that operation has been put on its stream.
+        Call `hold` after the later operation has been added to its CUDA stream.
         """
         while self._under_way and self._under_way[0][0].query():
             self._under_way.popleft()
@@ -115,9 +115,10 @@ class _BlockIds:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run of adjacent KV cache blocks that one transfer copies between the staging buffer and the host pool.
+    """Adjacent KV cache blocks that one transfer copies between the staging buffer and the host pool.
 
-    The blocks are staging[first : first + num], and `num` places of the host pool from `place` on, all in one slab.
+    In the staging buffer they are `staging[first : first + num]`. In the host pool they are `num` adjacent places from
+    `place` on, all in one slab (one allocation of the pool).
     """
 
     first: int
@@ -195,9 +196,9 @@ class StreamMoves:
         self._device.synchronize()
 
     def last_done_step(self, last_planned_step: int) -> int:
-        """Return the number of the last step whose KV cache block moves are done.
+        """Return the number of the last step whose moves of KV cache blocks between GPU and host have finished.
 
-        The moves of all earlier steps are done too. If no moves are in progress, return `last_planned_step`.
+        The moves of all earlier steps have finished too. If no moves are in progress, return `last_planned_step`.
         """
         while self._pending and self._pending[0][1].query():
             self._pending.popleft()
@@ -205,7 +206,10 @@ class StreamMoves:
 
     @property
     def is_busy(self) -> bool:
-        """Whether some KV cache block moves are in progress that `last_done_step` has not yet reported as done."""
+        """Whether any move of KV cache blocks between GPU and host is unfinished.
+
+        The value stays True until `last_done_step` has reported that the moves have finished.
+        """
         return bool(self._pending)
 
     def reset(self) -> None:
@@ -218,9 +222,9 @@ class StreamMoves:
         self._places.clear()
 
     def _host(self, place: int, num: int) -> Tensor:
-        """Return the memory of `num` adjacent places of the host pool, [num, block_bytes] uint8.
+        """Return the memory of `num` adjacent places of the host pool from `place` on, [num, block_bytes] uint8.
 
-        They must be in one slab.
+        All the places must be in one slab (one allocation of the pool).
         """
         slab, first = divmod(place, self._slab_blocks)
         return self._slabs[slab][first : first + num]
@@ -229,10 +233,10 @@ class StreamMoves:
         return self._places.setdefault(host_block, len(self._places))
 
     def _reassign_places(self, host_blocks: Sequence[int]) -> list[int]:
-        """Sort the places that these host blocks have in the host pool, and reassign them to the blocks in that order.
+        """Reassign the places that these host blocks have in the host pool, in ascending order. Return the places.
 
-        Blocks that are swapped out together then often have adjacent places, so one transfer can copy several blocks.
-        Return the sorted places. Place i belongs to host_blocks[i].
+        Place i belongs to host_blocks[i]. Blocks that are swapped out together then often have adjacent places, so that
+        one transfer can copy several of them.
         """
         places = sorted([self._place(host_block) for host_block in host_blocks])
         for host_block, place in zip(host_blocks, places, strict=True):
@@ -245,7 +249,8 @@ class StreamMoves:
     def _copy(self, ids: Tensor, is_chained: bool) -> None:
         """Copy KV cache blocks on the GPU. `ids` are the ids of the sources, followed by the ids of the targets.
 
-        If `is_chained` is set, some block is both a source and a target, so all sources are read first.
+        Set `is_chained` if some block is both a source and a target. All sources are then read before any target is
+        written.
         """
         source_ids, target_ids = ids.to(self._blocks.device, non_blocking=True).chunk(2)
         if is_chained:
@@ -269,9 +274,9 @@ class StreamMoves:
 
 
 def _find_runs(places: Sequence[int], max_blocks: int, slab_blocks: int) -> Iterator[_Run]:
-    """Divide the places of blocks in the host pool into runs of adjacent places, and yield the runs in order.
+    """Divide the places of blocks in the host pool into runs of adjacent places. Yield the runs in order.
 
-    Each run is in one slab of the pool and at most `max_blocks` long, so that one transfer can copy it.
+    One transfer can copy a run: it is in one slab (one allocation of the pool) and has at most `max_blocks` blocks.
     """
     start = 0
     for end in range(1, len(places) + 1):
