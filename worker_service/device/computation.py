@@ -127,7 +127,10 @@ class DeviceComputation:
         return self._send(step, work, edits)
 
     def launch(self, step: BegunStep, rows: WorkingRows) -> LaunchedStep:
-        """Launch a part of a step after `prepare` has been called for the step. See `Computation.launch`."""
+        """Launch the computation of some sequences of a step that does not fit into memory as a whole.
+
+        `prepare` must have been called for the step. See `Computation.launch`.
+        """
         return self._send(step, self._work(rows), [])()
 
     def synchronize(self) -> None:
@@ -135,9 +138,9 @@ class DeviceComputation:
         self._device.synchronize()
 
     def _combine_flags(self, sum_of_ranks: Callable[[Tensor], Tensor], flags: Sequence[bool]) -> list[bool]:
-        """Combine flags across tensor-parallel ranks. Return for each flag whether any rank has set it.
+        """Return, for each flag, whether any tensor-parallel rank has set it. All ranks must call this method.
 
-        `sum_of_ranks` returns the sum of a tensor over all ranks. All ranks must call this method.
+        `sum_of_ranks` returns the sum of a tensor over all ranks.
         """
         counts = torch.tensor(flags, dtype=torch.int32, device=self._device.torch_device)
         summed = OnDevice()
@@ -152,9 +155,10 @@ class DeviceComputation:
         return _Work(rows, sampling, self._model.network.hidden_size)
 
     def _send(self, step: BegunStep, work: "_Work", edits: list[Edit]) -> Callable[[], LaunchedStep]:
-        """Upload the inputs of a launch and of the edits of the GPU's sequence table, and carry out the edits.
+        """Upload the inputs of a launch to the GPU, and apply the edits to the GPU's sequence table.
 
-        Return a function that launches the computation. `work` describes the sequences to compute.
+        Return a function that launches the computation. `work` describes the sequences to compute. The upload also
+        contains the values that the edits read.
         """
         put = self._plan_work(work) if len(work.rows.slots) else None
         if work.upload.size:
@@ -173,7 +177,7 @@ class DeviceComputation:
         return launch
 
     def _plan_work(self, work: "_Work") -> Callable[[], None]:
-        """Add the inputs of a launch to its upload. Return a function that enqueues the computation after the upload.
+        """Collect the inputs that a launch uploads. Return a function that enqueues the computation after the upload.
 
         The computation replays a CUDA graph if a graph of a suitable size exists. There must be at least one sequence.
         """
@@ -255,10 +259,10 @@ class DeviceComputation:
     def _compute(
         self, work: "_Work", rows: OrderedRows, places: Sequence[slice], indices: slice, packing: PackedSampling
     ) -> None:
-        """Compute sequences that decode or prefill, in any mix, without a CUDA graph.
+        """Compute a step without a CUDA graph. Its sequences may decode or prefill, in any mix.
 
-        `places` are the slices of the upload with the columns of `rows`. `indices` is the slice with the indexes of the
-        tokens after which a sequence samples.
+        The inputs are in the upload. `places` are the slices with the columns of `rows`. `indices` is the slice with
+        the index of the last token of each sequence that samples.
         """
         columns = [work.packed.tensor[place] for place in places]
         hidden = self._forward(rows.inputs(columns, self.table.limits.block_size))
@@ -331,7 +335,7 @@ def _apply(edit: Edit, packed: OnDevice) -> None:
 
 @dataclass(slots=True)
 class _Work:
-    """The sequences that one launch on the GPU computes, and the values that its operations pass to one another."""
+    """The sequences that one launch on the GPU computes, with the inputs and the results of the launch."""
 
     rows: WorkingRows
     sampling: StepSampling
@@ -361,7 +365,7 @@ class _Work:
         return self.num_values if self.sampled is None else self.sampled.numel()
 
     def values(self, copied: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the values that the host reads from the copied results, without a graph's padding rows."""
+        """Return the results of the sequences from the values copied to the host, without a CUDA graph's padding."""
         if self.sampled is None:
             return copied
         return copied[: self.num_copied].reshape(2, -1)[:, : self.sampling.num_rows].ravel()

@@ -50,7 +50,7 @@ class DecodeBuffers:
 
 
 class DecodeGraphs:
-    """The CUDA graphs of steps in which every sequence decodes one token, by batch size.
+    """The CUDA graphs of steps in which every sequence decodes one token: two graphs for each batch size.
 
     `capture` creates the graphs.
     """
@@ -103,7 +103,10 @@ class DecodeGraphs:
         self._device.compute.run(partial(sample, buffers))
 
     def _padding(self, size: int) -> DecodeBuffers:
-        """Return the tensors of the CUDA graphs of one batch size, filled with padding instead of sequences."""
+        """Fill the inputs of the CUDA graphs of one batch size with padding instead of sequences.
+
+        Return the tensors that the graphs read and write.
+        """
         padding = torch.from_numpy(self.padded(np.empty(0, np.int64), np.empty(0, np.int64), size))
         self._device.compute.run(partial(self.set_rows, padding))
         return self.buffers[size]
@@ -130,7 +133,7 @@ class DecodeGraphs:
     def rows(self, size: int) -> Tensor:
         """Return the memory from which the CUDA graphs of this batch size read the slots and lengths of the sequences.
 
-        Its layout is the layout of `padded`.
+        The memory has the layout that `padded` produces.
         """
         return self._rows[: 2 * aligned(size)]
 

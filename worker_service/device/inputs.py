@@ -42,7 +42,7 @@ class StepInputs:
     def gather(self, table: DeviceTable) -> tuple[GatheredTokens, AttentionBatch]:
         """Read the step's tokens and block tables from the GPU's sequence table.
 
-        Return the tokens, and the batch that the attention backend needs.
+        Return (tokens, batch): the new tokens, and the inputs of the attention backend.
         """
         tokens = table.tokens(self.token_slots, self.token_lengths, self.row_slots, self.num_blocks)
         attention = AttentionBatch(
@@ -84,9 +84,9 @@ class OrderedRows:
         return OrderedRows(ordered, columns, token_starts, last_tokens[rows.samples])
 
     def inputs(self, columns: Sequence[Tensor], block_size: int) -> StepInputs:
-        """Return the GPU inputs of this step, for use without a CUDA graph. There must be at least one sequence.
+        """Return the inputs of this step as GPU tensors, to compute the step without a CUDA graph.
 
-        `columns` are the values of `self.columns` on the GPU.
+        There must be at least one sequence. `columns` are the values of `self.columns` on the GPU.
         """
         seq_lens = self.rows.ends.tolist()
         token_slots, token_lengths, row_slots, device_seq_lens, query_start_loc = columns

@@ -43,10 +43,10 @@ REFERENCE = Sampler(
 
 
 def create_sampler(vocab_size: int) -> Sampler:
-    """Return the Triton kernels for sampling if they can be used, else the reference functions.
+    """Return the Triton kernels for sampling if they can be used, else the reference functions in torch.
 
-    The reference functions sample the sequences one by one, which is slow, so a warning is logged. Triton may be
-    missing, or the vocabulary may be too large for its kernels.
+    The Triton kernels cannot be used if Triton is missing, or if the vocabulary is too large for them. A warning is
+    then logged, because the reference functions sample the sequences one by one, which is slow.
     """
     try:
         from pagewire.kernels.triton import gathering as triton_gathering

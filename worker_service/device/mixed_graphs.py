@@ -38,7 +38,10 @@ def token_counts(max_graph_tokens: int, max_num_batched_tokens: int) -> tuple[in
 
 
 class MixedGraphs:
-    """The CUDA graphs of the forward pass of steps with prompts, by number of tokens. `capture` creates the graphs."""
+    """The CUDA graphs of the forward pass of steps that include prompts: one graph for each number of tokens.
+
+    `capture` creates the graphs.
+    """
 
     def __init__(self, max_graph_tokens: int, limits: TableLimits, device: Device) -> None:
         """Allocate the memory that the graphs read. If `max_graph_tokens` is 0, no graphs are captured."""
@@ -53,9 +56,10 @@ class MixedGraphs:
         self._hidden: Tensor | None = None
 
     def capture(self, forward: Callable[[StepInputs], Tensor], agree: Agree | None) -> None:
-        """Capture a CUDA graph of `forward` for each number of tokens. It runs on padding instead of sequences.
+        """Capture a CUDA graph of `forward` for each number of tokens that fits into memory.
 
-        `forward` returns the hidden states. See `SizedGraphs.capture`.
+        `forward` returns the hidden states. During the capture it computes padding instead of sequences. See
+        `SizedGraphs.capture`.
         """
         self.captured.capture(lambda size: self._device.capture(self._padding(size, forward)), agree)
 
@@ -70,7 +74,7 @@ class MixedGraphs:
     def pad(self, rows: OrderedRows, size: int, upload: Upload) -> slice:
         """Add the tokens and sequences of a step to `upload`, in the layout that the CUDA graph of `size` tokens reads.
 
-        The tokens are padded to that number. Return the slice of the upload that contains the layout.
+        The tokens are padded to `size`. Return the slice of the upload that the CUDA graph reads.
         """
         paddings = (self._limits.max_num_seqs, 0, self._limits.max_num_seqs, 0, size)
         start = upload.size

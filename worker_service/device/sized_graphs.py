@@ -20,7 +20,10 @@ Agree = Callable[[Sequence[bool]], Sequence[bool]]
 
 
 class SizedGraphs(Generic[G]):
-    """Captured CUDA graphs by size, such as a batch size or a number of tokens. `capture` creates the graphs."""
+    """Captured CUDA graphs, stored by their size, such as a batch size or a number of tokens.
+
+    `capture` creates the graphs.
+    """
 
     def __init__(self, sizes: Sequence[int], what: str) -> None:
         """Create an empty collection. `sizes` must ascend; if it is empty, no graphs are captured.
@@ -34,11 +37,11 @@ class SizedGraphs(Generic[G]):
         self._graphs: dict[int, G] = {}
 
     def capture(self, capture_size: Callable[[int], G], agree: Agree | None) -> None:
-        """Capture a CUDA graph of every size that fits the memory, by calling `capture_size`.
+        """Capture a CUDA graph of every size that fits into memory, by calling `capture_size`.
 
-        If a size does not fit, the next size that is tried is at most half as large. With several tensor-parallel
-        ranks, a rank that runs out of memory leaves the others waiting in an exchange. It therefore raises the error.
-        In the next session with a scheduler (epoch) all ranks skip that size.
+        If a size does not fit, the next size to try is at most half as large. With several tensor-parallel ranks, a
+        rank that runs out of memory raises the error, because the other ranks wait for it in an exchange. In the next
+        session with a scheduler (epoch) all ranks skip the size that failed.
 
         Args:
             agree: exchanges flags between ranks that communicate during a capture; None: there are no other ranks.

@@ -15,9 +15,10 @@ _MIN_BUFFER_SIZE = 1 << 12  # in int32
 
 
 def aligned(size: int) -> int:
-    """Return `size` rounded up to a multiple of `ALIGNMENT`, in int32 elements.
+    """Return `size`, in int32 elements, rounded up to a multiple of `ALIGNMENT`.
 
-    Columns of an upload have such sizes, because Triton compiles a kernel again for each other alignment.
+    Columns of an upload are padded to such sizes, so that all columns have the same alignment. Triton would compile a
+    kernel again for inputs with another alignment.
     """
     return size + -size % ALIGNMENT
 
@@ -53,9 +54,9 @@ class Upload:
 
 @dataclass(slots=True)
 class OnDevice:
-    """A GPU tensor that one operation on a stream creates for later operations.
+    """A GPU tensor that one operation on a CUDA stream creates and later operations on the stream read.
 
-    It is set when the creating operation runs.
+    The tensor is set when the operation that creates it runs.
     """
 
     _tensor: Tensor | None = None
@@ -125,7 +126,8 @@ class UploadRing:
 class ResultBuffers:
     """A pool of pinned host buffers that receive the results of steps from the GPU.
 
-    A buffer is in use until it is given back. Two threads take and give back buffers; the deque makes that safe.
+    `take` returns an unused buffer, and `give_back` returns it to the pool. Two threads call these methods, which the
+    deque makes safe.
     """
 
     def __init__(self, device: Device) -> None:
@@ -140,8 +142,8 @@ class ResultBuffers:
         return buffer if len(buffer.array) >= size else PinnedBuffer.allocate(self._device, size)
 
     def give_back(self, buffer: PinnedBuffer) -> None:
-        """Return a buffer to the pool.
+        """Return a buffer to the pool for reuse.
 
-        Its results have been read, and no operation on the GPU writes to it any more.
+        Call this when the buffer's results have been read and no GPU operation writes to the buffer.
         """
         self._free.append(buffer)

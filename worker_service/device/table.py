@@ -29,7 +29,7 @@ Edit = Callable[[Tensor], None]
 class DeviceTable:
     """The GPU's copy of the state of all running sequences, as tensors indexed by slot.
 
-    No sequence uses slot `max_num_seqs`, the scratch slot. Padding rows read and write it.
+    No sequence uses slot `max_num_seqs`, the scratch slot. The padding of CUDA graphs reads and writes it.
 
     Attributes:
         token_ids: [max_num_seqs + 1, max_model_len + 1] int32.
@@ -77,7 +77,8 @@ class DeviceTable:
     def plan_edits(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> list[Edit]:
         """Return the operations that apply a step plan's changes to the GPU's table, in the order to run them.
 
-        `table` is the host's table after the plan. The values that the operations read are added to `upload`.
+        `table` is the host's table, to which the plan has been applied already. The values that the operations read are
+        added to `upload`.
         """
         edits: list[Edit] = []
         changed = [*(opening.slot for opening in plan.openings), *plan.fork_target_slots]
@@ -174,7 +175,7 @@ class DeviceTable:
 
 @dataclass(frozen=True, slots=True)
 class PackedSampling:
-    """The positions of a step's sampling parameters in the packed upload that the GPU receives."""
+    """The slices of a step's upload that contain the sampling parameters of its sequences."""
 
     sampling: StepSampling
     slots: slice
@@ -213,7 +214,7 @@ class PackedSampling:
         return table.target(slots, slots.new_empty(2, len(slots)))
 
     def uncount(self, sampled: SampledTokens, packed: Tensor, table: DeviceTable) -> None:
-        """Correct the token counts for penalties: subtract sampled tokens that their sequences do not keep.
+        """Subtract sampled tokens that their sequences do not keep from the token counts that penalties use.
 
         The sampler counts every token that it samples for a sequence with penalties.
         """
@@ -225,7 +226,7 @@ class PackedSampling:
 def _write(table: Tensor, slots: NDArray, indexes: NDArray, values: NDArray, upload: Upload) -> Edit:
     """Return an operation for the GPU that writes values[i] to table[slots[i], indexes[i]] for every i.
 
-    The arrays are added to `upload`. The table has one line for each running sequence.
+    The arrays are added to `upload`. The first index of the table is the slot of a running sequence.
     """
     where, written = upload.add(np.stack([slots, indexes])), upload.add(values)
 

@@ -43,9 +43,9 @@ class TritonOperations(Operations):
 
     @staticmethod
     def refusal(listed: OperationList) -> str | None:
-        """Return why the Triton kernels cannot compute a model, as a clause that follows "the Triton kernels".
+        """Return the reason why the Triton kernels cannot compute a model, or None if they can compute it.
 
-        Return None if they can compute it. `listed` are the operations of the model.
+        The reason is a clause that follows "the Triton kernels" in a message. `listed` are the operations of the model.
         """
         turns = [each for each in listed if type(each) is QkNormRopeStore and (each.rope or each.query_norm)]
         norms = [each for each in listed if type(each) is Normalize and not each.is_centered]
@@ -74,9 +74,9 @@ class TritonOperations(Operations):
         return PackedProduct(linear.pack(weight, self._device), bias, computed)
 
     def can_store(self, held: torch.dtype, computed: torch.dtype) -> bool:
-        """Return whether a weight can stay in dtype `held` in GPU memory if the model computes in dtype `computed`.
+        """Return whether GPU memory can store a weight in dtype `held` if the model computes in dtype `computed`.
 
-        8-bit floats need a GPU that converts them. Triton's interpreter also converts them.
+        8-bit floats require a GPU that can convert them, or Triton's interpreter.
         """
         if held not in _MIN_CAPABILITY or self._device.type != "cuda":
             return held == computed or held in _MIN_CAPABILITY
@@ -95,9 +95,9 @@ class TritonOperations(Operations):
         )
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
-        """Join the weights of all experts of a layer into one multiplication.
+        """Join the weights of all experts of a layer into one matrix multiplication.
 
-        The weights must be all quantised or all dense. They are dense if they turned out to be floats.
+        The weights must be all quantised or all dense (floats).
         """
         dense = [product for product in products if isinstance(product, DenseProduct)]
         if dense:
@@ -113,7 +113,7 @@ class TritonOperations(Operations):
         return PackedExpertProduct(weights, biases, partial(self._assign_experts, len(packed)))
 
     def _assign_experts(self, num_experts: int, ids: Tensor, dtype: torch.dtype) -> experts.Assignment:
-        """Sort the tokens of a step by their experts. `ids` are the experts chosen for each token.
+        """Sort the tokens of a step by expert. `ids` are the experts chosen for each token.
 
         Both matrix multiplications of an expert layer use the same result, so tokens are sorted once per layer.
         """
@@ -122,9 +122,9 @@ class TritonOperations(Operations):
         return self._assigned[1]
 
     def turn(self, attend: Attend, layer: int, heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, ...]:
-        """Rotate query and key heads by their positions (RoPE). If possible, also write keys and values to the cache.
+        """Rotate query and key heads by their positions (RoPE), and if possible write keys and values to the KV cache.
 
-        If `attend` supports it, one kernel launch does both, and only the queries are returned.
+        If `attend` is a `CachedAttend`, one kernel launch does both, and only the queries are returned.
         """
         if not isinstance(attend, CachedAttend):
             return super().turn(attend, layer, heads, preparation)
