@@ -30,16 +30,16 @@ _MOVE_POLL_INTERVAL_S = 0.001
 
 
 class Runner(Protocol):
-    """The interface of a model runner, which the engine calls on the compute thread.
+    """The interface of a model runner, which carries out the scheduler's step plans in order.
 
-    It carries out step plans in order.
+    The engine calls it on the compute thread.
     """
 
     def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None]) -> None:
-        """Begin an epoch, which is one pairing of this worker with a scheduler.
+        """Begin an epoch (a session with a scheduler): wait for all started steps, then forget all running sequences.
 
-        Wait until all started steps have finished, then forget all running sequences. `report_grammar` is called for
-        each grammar that the epoch's plans add. It may be called on any thread.
+        When a grammar that a plan of the epoch has added is ready or has failed, `report_grammar` is called, on any
+        thread.
         """
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -49,14 +49,17 @@ class Runner(Protocol):
         """
 
     def last_moved_step(self) -> int:
-        """Return the number of the last step whose KV cache block moves are done.
+        """Return the number of the last step whose moves of KV cache blocks between device and host have finished.
 
-        The moves of all earlier steps are done too.
+        The moves of all earlier steps have finished too.
         """
 
     @property
     def is_moving(self) -> bool:
-        """Whether some KV cache block moves are in progress that `last_moved_step` has not yet reported as done."""
+        """Whether any move of KV cache blocks between device and host is unfinished.
+
+        The value stays True until `last_moved_step` has reported that the moves have finished.
+        """
 
     def is_fatal(self, error: Exception) -> bool:
         """Return whether `error` means that this process cannot compute any more, so that it must be restarted.
@@ -67,7 +70,10 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedWorker:
-    """A loaded model's runner, the capacity to report to the scheduler, and a function that ends other threads."""
+    """A worker whose model has been loaded: its runner, and the capacity that it reports to the scheduler.
+
+    `close` ends the worker's other threads, such as the thread that compiles grammars.
+    """
 
     runner: Runner
     ready: WorkerCapacity
@@ -78,7 +84,7 @@ class LoadedWorker:
 
 @dataclass(slots=True)
 class EngineSession:
-    """The steps of one session with a scheduler, from the engine's side.
+    """The engine's state of one session with a scheduler: its callbacks and the numbers of its last steps.
 
     When the session ends, its queued steps are dropped.
     """
@@ -145,9 +151,10 @@ class Engine:
         self._thread.start()
 
     def begin(self, session: EngineSession, epoch: int, on_begun: Callable[[], object]) -> None:
-        """Queue the beginning of an epoch: when all earlier steps have finished, the worker forgets its sequences.
+        """Queue the beginning of an epoch (a session with a scheduler), which waits for the end of all earlier steps.
 
-        Then `on_begun` is called on the compute thread. If this fails, the error is passed to `session.deliver`.
+        The worker then forgets its sequences, and `on_begun` is called on the compute thread. If this fails, the error
+        is passed to `session.deliver`.
         """
         self._commands.put(lambda: self._begin(session, epoch, on_begun))
 
@@ -240,9 +247,9 @@ class Engine:
         self._resolver.put(step, launched)
 
     def _resolve(self, step: "_RunningStep", launched: LaunchedStep) -> None:
-        """Wait for the result of a launched step and deliver it, or the error, to the step's session.
+        """Wait for the result of a launched step and deliver the result, or the error, to the step's session.
 
-        Runs on the resolver's thread if there is a resolver, else on the compute thread.
+        This runs on the resolver's thread if there is a resolver, else on the compute thread.
         """
         session = step.session
         try:

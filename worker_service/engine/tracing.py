@@ -50,9 +50,10 @@ class StepTracing:
         self._epoch = self._last_step = self._last_ended_ns = 0
 
     def step_done(self, plan: StepPlan, started_ns: int) -> None:
-        """Record the effect of a finished step on the spans of its sequences. `started_ns` is when the step began.
+        """Record a finished step in the tracing spans of its sequences. Call this as soon as the step has finished.
 
-        The time is in nanoseconds since 1970. The step is assumed to have finished just now.
+        `started_ns` is the time at which the step began, in nanoseconds since 1970. The end of the step is the time of
+        the call.
         """
         if plan.epoch != self._epoch:
             self._end_all()
