@@ -47,7 +47,8 @@ class HostComputation:
     ) -> None:
         """Create the computation. `layers` are the KV cache's tensors for each layer of the model.
 
-        If `kernels` is None, numpy builds the batches and plain torch samples, instead of the C kernels.
+        The C kernels build the batches and sample the tokens. If `kernels` is None, numpy and plain torch do so
+        instead.
         """
         self.table = table
         self._batches = BatchBuilder(table, kernels)
@@ -72,14 +73,14 @@ class HostComputation:
         """Do nothing, because a CPU has no CUDA graphs. See `Computation.run_graphs_uncaptured`."""
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], FinishedStep]:
-        """Return a function that computes `rows`, which may be empty. See `Computation.prepare`.
+        """Return a function that computes the sequences in `rows`, which may be empty. See `Computation.prepare`.
 
-        The computation reads the host's table of sequences directly, so it has no copy to update.
+        The computation reads the host's table of sequences directly, so there is no copy of the table to update.
         """
         return partial(self.launch, step, rows)
 
     def launch(self, step: BegunStep, rows: WorkingRows) -> FinishedStep:
-        """Compute a step, or a part of a step, and return it with its result. See `Computation.launch`."""
+        """Compute a step, or a part of a step, and return it as a finished step. See `Computation.launch`."""
         samples, prompt_logprobs = self._compute(rows, step.watch) if len(rows.slots) else (Samples(()), ())
         return FinishedStep(step.result(samples, prompt_logprobs, *step.watch.take()))
 
@@ -118,9 +119,10 @@ class HostComputation:
         return self._backend.prepare(AttentionBatch(*lists, rows.block_tables, rows.slot_mapping), self._layers)
 
     def _sample_highest(self, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
-        """Sample a step in which every sequence chooses the token with the highest logit and reports nothing else.
+        """Sample the tokens of a step in which every sequence chooses the token with its highest logit.
 
-        This avoids torch, whose operations would take longer than the rest of the sampling.
+        No sequence may request other results. This avoids torch, whose operations would take longer than the rest of
+        the sampling.
         """
         token_ids = (highest_logits(logits) if highest is None else highest).numpy()
         chosen = token_ids.tolist()
@@ -132,7 +134,7 @@ class HostComputation:
     def _sample_tokens(
         self, sampler: TableSampler, rows: WorkingRows, logits: Tensor, highest: Tensor | None
     ) -> Samples:
-        """Sample a step in which every sequence returns one token and reports nothing else.
+        """Sample the tokens of a step in which every sequence returns one token and no other result.
 
         Grammar masks are applied.
         """
@@ -153,10 +155,10 @@ class HostComputation:
         is_bad: NDArray[np.bool_],
         failures: Mapping[int, RowStatus] | None = None,
     ) -> Samples:
-        """Append sampled tokens to the table of sequences. Return the samples of sequences that report only a token.
+        """Append sampled tokens to the table of sequences. Return the samples of the step: only these tokens.
 
-        `is_bad` marks the sequences without a valid token. `failures` has their statuses by index; others have NaN
-        logits.
+        `is_bad` marks the sequences without a valid token. `failures` has their statuses by index in the step. A marked
+        sequence without an entry in `failures` has NaN logits.
         """
         self.table.put_tokens(rows, token_ids)
         return Samples(row_statuses(is_bad, failures), tuple(token_ids[~is_bad].tolist()))

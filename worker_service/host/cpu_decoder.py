@@ -19,8 +19,8 @@ from worker_service.models.torch_operations import Attend
 def host_model(model: Decoder, backend: AttentionBackend) -> "CpuDecoder | Decoder":
     """Return a `CpuDecoder` for a model on a CPU if the C kernels support the whole model, else the model itself.
 
-    The model itself is computed operation by operation. It is also needed for norms over projections that are split
-    across ranks, because only the model sums the parts up.
+    The model itself computes one operation at a time. It is also returned if it normalizes projections that are split
+    across tensor-parallel ranks, because only the model adds up the ranks' sums.
     """
     product = model.head.product
     kinds = {type(operation) for operation in model.network.operations}
@@ -58,9 +58,9 @@ class CpuDecoder:
 
 
 class _Binding:
-    """A translation of the model's operations for the C kernels.
+    """A translation of a model's operations into the form that the C kernels read.
 
-    It replaces the weights that an operation names by the objects that the kernels read, such as packed weights.
+    It replaces each reference to a weight by the object that the kernels use, such as a packed weight.
     """
 
     def __init__(self, model: Decoder, kernels: CpuKernels) -> None:

@@ -57,10 +57,10 @@ class CpuProducts(CpuOperations):
     """
 
     def can_store(self, held: torch.dtype, computed: torch.dtype) -> bool:
-        """Return whether a weight can stay in dtype `held` in memory if the model computes in dtype `computed`.
+        """Return whether memory can store a weight in dtype `held` if the model computes in dtype `computed`.
 
-        Every bfloat16 and float16 value is a float32 value. So for float32 a 16-bit weight loses nothing, and half as
-        many bytes are read.
+        Float32 models can store bfloat16 and float16 weights, because float32 represents all their values exactly. This
+        halves the bytes that are read.
         """
         is_narrow = computed == torch.float32 and held in (torch.bfloat16, torch.float16)
         return held == computed or is_narrow or held in (torch.int8, FLOAT8)
@@ -70,7 +70,7 @@ class CpuProducts(CpuOperations):
     ) -> Product:
         """Pack a weight and its bias for the C kernels, and return the matrix multiplication.
 
-        `rounds_inputs` is ignored: inputs are rounded as little as the kernels round any input.
+        `rounds_inputs` has no effect: inputs are rounded no more than the kernels round inputs anyway.
         """
         if not self.can_store(weight.element, computed):
             weight = StoredWeight(weight.to_floats(computed))
