@@ -20,10 +20,10 @@ _MIN_MASK_WAIT_S = 0.001
 
 
 class ConstrainedRow:
-    """The grammar of one running sequence, in the state after the sequence's output so far.
+    """The grammar that restricts the output of one running sequence (structured output), and the grammar's state.
 
-    A grammar restricts the tokens that the sequence may choose, for structured output. Once the grammar has failed, the
-    sequence fails in every step in which it samples.
+    The state follows from the tokens that the sequence has chosen. If the grammar has failed, the sequence fails in
+    every step in which it samples.
     """
 
     def __init__(self, matcher: Matcher, queue: MaskQueue, mask_bytes: int, token_ids: Sequence[int] = ()) -> None:
@@ -106,10 +106,10 @@ class StepMasks:
         return {**failed, **dict.fromkeys(np.flatnonzero(self.is_late).tolist(), RowStatus.LATE)}
 
     def allows_other_than(self, index: int, token_ids: Sequence[int]) -> bool:
-        """Return whether a grammar lets its sequence choose any token besides `token_ids`.
+        """Return whether the grammar of a sequence allows any token that is not in `token_ids`.
 
-        The sampler uses this to suppress stop tokens only if another choice remains. `index` is the sequence's index in
-        the step.
+        Stop tokens are suppressed only if the grammar allows another token. `index` is the sequence's index in the
+        step. The result is True for a sequence without a grammar.
         """
         if self.lines[index] < 0:
             return True
@@ -147,9 +147,9 @@ class RowMasks:
         self._times: list[tuple[int, int]] = []
 
     def begin_step(self) -> list[tuple[int, int]]:
-        """Begin a step. Return a list, empty at first, for the times that the computation of grammar masks takes.
+        """Begin a step. Return an empty list, to which the step adds the durations of its grammar mask computations.
 
-        The step adds a pair (slot of the sequence, microseconds) to the list for each mask that it uses.
+        For each mask that the step uses, the list gets a pair (slot of the sequence, microseconds).
         """
         self._began_at = time.perf_counter()
         self.is_late[:] = False
@@ -161,9 +161,9 @@ class RowMasks:
         self.is_constrained[:] = False
 
     def open(self, slot: int, grammar_id: int, output_token_ids: Sequence[int]) -> None:
-        """Register a new row, with a grammar unless `grammar_id` is 0.
+        """Register a new sequence in `slot`, with the grammar `grammar_id`, or without a grammar if the id is 0.
 
-        The grammar is advanced by `output_token_ids`, the output that the row's sequence already has. Raises
+        The grammar is advanced by `output_token_ids`, the output that the sequence already has. Raises
         WorkerProtocolError if the grammar has not been compiled successfully.
         """
         self.release(slot)
@@ -176,7 +176,7 @@ class RowMasks:
         self.is_constrained[slot] = False
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy the grammars of the rows in slots `sources` to the rows in slots `targets`, for forked sequences.
+        """Copy the grammars of the sequences in slots `sources` to slots `targets`, because the sequences are forked.
 
         All sources are read before any target is written.
         """
@@ -222,10 +222,11 @@ class RowMasks:
         return StepMasks(self._masks[: max(1, len(going))], lines, there, is_late)
 
     def _wait(self, jobs: Sequence[MaskJob], *, are_all: bool) -> None:
-        """Wait for grammar masks for a limited time, because sequences without a grammar wait for the same step.
+        """Wait until the grammar masks of a step are ready, but only for a limited time.
 
-        `are_all` means that every sampling sequence of the step has a grammar. Without any mask, such a step would
-        yield no token. In this case the method waits until at least one mask is ready.
+        The time is limited because sequences without a grammar wait for the same step. If every sampling sequence of
+        the step has a grammar (`are_all`), wait until at least one mask is ready, since the step would yield no token
+        without one. If `waits_for_all` is set, wait for all masks.
         """
         now = time.perf_counter()
         patience = max(_MIN_MASK_WAIT_S, _MASK_WAIT_SHARE * (now - self._began_at))

@@ -24,10 +24,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StepPart(Generic[R]):
-    """A part of a step that was split because memory did not suffice, with the result of its computation.
+    """A step, or one part of a step that was split for lack of memory, with the result of its computation.
 
-    `rows` are the running sequences that the part computes, in slot order. A part may compute all or only some of the
-    tokens that a sequence computes in the step.
+    `rows` are the sequences that the part computes, in slot order. The part may compute all or only some of the tokens
+    that the step computes for a sequence.
     """
 
     rows: WorkingRows
@@ -42,12 +42,12 @@ def run_in_parts(
     free_memory: Callable[[], None],
     give_up: Callable[[WorkingRows], None],
 ) -> list[StepPart[R]]:
-    """Compute the running sequences (rows) of a step at once if memory suffices, else in halves. Return the parts.
+    """Compute a step at once if memory suffices, else split it in halves. Return the computed parts.
 
-    A half that does not fit is halved again, down to one token of one row. If one token does not fit even after
-    `free_memory`, its row fails. `give_up` receives all remaining tokens of the failed row in this step, before any row
-    that may read them is computed. Errors other than those that `is_out_of_memory` recognizes are raised. Invariant:
-    `compute` changes nothing when it raises.
+    `rows` are the sequences of the step. A half that does not fit is split again, down to one token of one sequence. If
+    one token does not fit even after `free_memory`, its sequence fails. `give_up` receives all remaining tokens of the
+    failed sequence in this step, before any sequence that may read them is computed. Errors other than those that
+    `is_out_of_memory` recognizes are raised. Invariant: `compute` changes nothing when it raises.
     """
     given_up: list[int] = []
     parts: list[StepPart[R]] = []
@@ -80,9 +80,10 @@ def run_in_parts(
 def _attempt(
     rows: WorkingRows, compute: Callable[[WorkingRows], R], is_out_of_memory: Callable[[Exception], bool]
 ) -> StepPart[R] | None:
-    """Compute one part of a step. Return the computed part, or None if the computation ran out of memory.
+    """Compute a part of a step. Return the part with its result, or None if the computation ran out of memory.
 
-    On return, no reference keeps the memory that a failed `compute` allocated. Other errors of `compute` are raised.
+    When this returns None, no reference keeps the memory alive that the failed `compute` allocated. Other errors of
+    `compute` are raised.
     """
     try:
         return StepPart(rows, compute(rows))
@@ -94,10 +95,10 @@ def _attempt(
 
 
 def _halve(rows: WorkingRows) -> tuple[WorkingRows, WorkingRows]:
-    """Split a part of a step into two parts with half of its tokens each, in the order of the rows' start positions.
+    """Split the sequences of a step that does not fit into memory into two parts with half of the tokens each.
 
-    A row is a running sequence. If the middle falls inside a row, that row is cut, and it samples in the second part,
-    which contains its last token.
+    Sequences are ordered by the position of their first token in the step. If the middle falls inside a sequence, both
+    parts compute some of its tokens. The sequence samples in the second part, which contains its last token.
     """
     by_start = rows.take(np.lexsort((rows.slots, rows.starts)))
     before = np.cumsum(by_start.num_new_tokens) - by_start.num_new_tokens

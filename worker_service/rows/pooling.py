@@ -25,7 +25,7 @@ _MIN_LENGTH = 1e-12  # smallest norm that an embedding is divided by
 
 @dataclass(frozen=True, slots=True)
 class PooledChunk:
-    """The token positions of one embedding request that one step computes. A long prompt takes several steps."""
+    """The prompt positions that one step computes for an embedding request. A long prompt takes several steps."""
 
     slot: int
     pooling: Pooling
@@ -36,21 +36,21 @@ class PooledChunk:
 
 
 class Pooler:
-    """A pooler that turns final hidden states into embeddings: the mean over a prompt, or the last token's state.
+    """A pooler that computes embeddings from final hidden states: the mean over a prompt, or the last token's state.
 
-    It keeps the running sum of each prompt that needs a mean and takes several steps. Sums are stored by slot (the
-    index of a sequence in the worker's table). A prompt's first chunk starts a new sum.
+    If a mean takes several steps, the pooler keeps the running sum of the prompt, by slot (the index of the sequence in
+    the worker's table). The first chunk of a prompt starts a new sum.
     """
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
 
     def pool(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """Pool the hidden states of one step. Return the finished embeddings and the updated sums.
+        """Pool the hidden states of one step. Return (embeddings, sums).
 
-        There is one embedding, [hidden_size] float32 of length 1, for each chunk that ends its prompt. Pass the sums to
-        `keep`. `hidden` [T, hidden_size] contains the final hidden states. The call changes no state, so it can be
-        repeated.
+        `embeddings` has one tensor, [hidden_size] float32 of length 1, for each chunk that ends its prompt. `sums` are
+        the updated running sums by slot; pass them to `keep`. `hidden` [T, hidden_size] contains the final hidden
+        states. The call changes no state, so it can be repeated.
         """
         embeddings = []
         sums: dict[int, Tensor] = {}
@@ -86,7 +86,7 @@ def _add(total: Tensor, positions: Tensor) -> Tensor:
 def pooled_chunks(
     table: SequenceTable, rows: WorkingRows, token_starts: NDArray[np.int64] | None = None
 ) -> list[PooledChunk]:
-    """Return one chunk of positions for each sequence of a step that requests an embedding, in slot order.
+    """Return the prompt positions of each sequence of a step that requests an embedding, in slot order.
 
     `token_starts` [S] is the offset of each sequence's tokens in the step's flat batch of tokens. If omitted, the
     tokens of the sequences follow one another in slot order.
@@ -109,7 +109,7 @@ def pooled_chunks(
 
 
 def choosing_rows(table: SequenceTable, rows: WorkingRows) -> WorkingRows:
-    """Return the running sequences of a step, with those that request an embedding marked as not sampling.
+    """Return the sequences of a step, and mark those that request an embedding as not sampling.
 
     No logits are computed for these sequences, and no token is sampled.
     """

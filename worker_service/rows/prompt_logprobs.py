@@ -32,9 +32,9 @@ class PromptChunk:
 
     @property
     def tokens(self) -> tuple[int, slice]:
-        """The index, in a table's `token_ids`, of the prompt tokens whose log probabilities this chunk yields.
+        """The index of this chunk's prompt tokens in a table's `token_ids`: (slot, range of positions).
 
-        The index is a slot and a range of positions.
+        These are the tokens whose log probabilities the chunk yields.
         """
         return self.slot, slice(self.first, self.first + self.num)
 
@@ -73,11 +73,11 @@ class PromptChunk:
 def prompt_chunks(
     table: SequenceTable, rows: WorkingRows, token_starts: NDArray[np.int64] | None = None
 ) -> list[PromptChunk]:
-    """Return one chunk of positions for each sequence of a step that must report prompt log probabilities.
+    """Return the prompt positions of each sequence of a step that must report prompt log probabilities, in slot order.
 
-    The chunks are in slot order. Sequences that compute no prompt position in this step have no chunk. `token_starts`
-    [S] is the offset of each sequence's tokens in the step's flat batch of tokens. If omitted, the tokens of the
-    sequences follow one another in slot order.
+    Sequences that compute no prompt position in this step are left out. `token_starts` [S] is the offset of each
+    sequence's tokens in the step's flat batch of tokens. If omitted, the tokens of the sequences follow one another in
+    slot order.
     """
     if rows.are_plain:
         return []

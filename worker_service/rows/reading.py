@@ -20,9 +20,9 @@ def flatten_to_int32(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class ValueReader:
-    """A reader that splits the int32 array of a step's results into its parts. `flatten_to_int32` made the array.
+    """A reader of the int32 array into which `flatten_to_int32` has packed the results of a step.
 
-    The parts are read in the order in which they were flattened.
+    Read the results in the order in which they were packed.
     """
 
     def __init__(self, values: NDArray[np.int32]) -> None:
@@ -31,9 +31,9 @@ class ValueReader:
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> "ValueReader":
-        """Return a reader of the values of `tensors`, which must be on the host.
+        """Return a reader of `tensors`, which must be on the host.
 
-        The values are the same as after `flatten_to_int32(tensors)`, but this needs fewer torch operations.
+        It reads the same values as a reader of `flatten_to_int32(tensors)`, with fewer torch operations.
         """
         flat = [tensor.numpy().ravel() for tensor in tensors]
         bits = [part.view(np.int32) if part.dtype == np.float32 else part for part in flat]

@@ -27,17 +27,17 @@ _SAMPLE_COLUMNS = tuple(field.name for field in fields(Samples))
 
 
 class StepWatch:
-    """A stopwatch for the consecutive parts of a step, such as model and sampling. It starts when it is created."""
+    """A stopwatch for the phases of a step, such as the forward pass and sampling. It starts when it is created."""
 
     def __init__(self) -> None:
         self.began_ns = self._last_ns = self._taken_ns = time.perf_counter_ns()
         self._ns: dict[str, int] = {}
 
     def end(self, part: str, known: dict[str, int] | None = None) -> None:
-        """Add the time since the last call of this method to the named part of the step.
+        """End the phase `part` of a step: add the time since the last call of this method to the phase.
 
-        `known` contains nanoseconds by part. This time was measured within the interval and belongs to other parts, so
-        it is added to those parts instead.
+        `known` contains the durations of other phases, in nanoseconds, that were measured within this time. They are
+        subtracted from `part` and added to those phases.
         """
         now = time.perf_counter_ns()
         inside = known or {}
@@ -46,7 +46,7 @@ class StepWatch:
         self._last_ns = now
 
     def take(self) -> tuple[int, StepParts]:
-        """Return the time since the last call of `take` until the last call of `end`, as a total and by part.
+        """Return the time from the last call of `take` to the last call of `end`, as a total and by phase.
 
         Times are in microseconds.
         """
@@ -70,7 +70,7 @@ class BegunStep:
     ) -> StepResult:
         """Build the result message of the step from its samples.
 
-        `duration_us` and `parts` are the step's duration in microseconds, as a total and by part.
+        `duration_us` and `parts` are the step's duration in microseconds, as a total and by phase.
         """
         return StepResult(
             epoch=self.plan.epoch,
@@ -87,9 +87,9 @@ class BegunStep:
 
 @dataclass(frozen=True, slots=True)
 class StepOutline:
-    """The facts about a step that are needed to join the results of its parts.
+    """A copy of the facts about a step that are needed to join the results of its parts, if the step was split.
 
-    They are copied from the table of sequences at launch, because the table changes before the results are read.
+    The facts are copied from the table of sequences at launch, because the table changes before the results are read.
     """
 
     sampling: dict[int, SamplingParams]  # of the sampling rows, by slot, in order
@@ -103,9 +103,9 @@ class StepOutline:
 
 
 def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart[StepResult]]) -> StepResult:
-    """Return the result of a step that was computed in several parts, from the results of the parts.
+    """Join the results of the parts of a step that was split for lack of memory. Return the result of the step.
 
-    Sequences that sample in this step and that no part finished get the status OUT_OF_MEMORY.
+    A sequence that samples in this step gets the status OUT_OF_MEMORY if no part computed its last token.
     """
     samples: dict[int, Samples] = {}
     chunks: dict[int, list[Logprobs]] = {}
@@ -125,10 +125,7 @@ def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart
 
 
 def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple[int, Samples]]:
-    """Split the result of one part of a step by sequence.
-
-    Yield the slot and the sample of each sequence that samples.
-    """
+    """Split the result of one part of a step by sequence. Yield (slot, sample) for each sequence that samples."""
     result, vocab_size = part.result, outline.vocab_size
     slots = part.rows.slots[part.rows.samples].tolist()
     num_tokens = num_positions = num_top = num_candidates = 0
@@ -166,7 +163,7 @@ def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple
 def _prompt_logprobs(outline: StepOutline, chunks: dict[int, list[Logprobs]]) -> Iterator[PromptLogprobs]:
     """Yield the prompt log probabilities of each sequence that must report some in this step.
 
-    Positions that were not computed for lack of memory have NaN, like positions whose logits are NaN.
+    A value is NaN if lack of memory prevented its computation, or if its logits are NaN.
     """
     for chunk in outline.prompt_chunks:
         found = _concatenate(Logprobs(), chunks.get(chunk.slot, []))

@@ -25,10 +25,7 @@ _NO_CANDIDATES = Candidates()
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of a step, copied to the host.
-
-    The fields are those fields of `StepResult` that depend on sampling.
-    """
+    """The sampling results of a step, after their copy to the host. Each field is also a field of `StepResult`."""
 
     statuses: tuple[RowStatus, ...]
     token_ids: tuple[int, ...] = ()
@@ -76,7 +73,7 @@ class SamplingTable:
 
     @property
     def is_penalized(self) -> NDArray[np.bool_]:
-        """[num_slots], whether penalties make the logits of the sequence in a slot depend on its earlier tokens."""
+        """[num_slots], whether the sequence in a slot has penalties, which depend on the tokens that it already has."""
         return self._integers["slots"] >= 0
 
     def open(self, opening: RowOpening) -> None:
@@ -135,7 +132,7 @@ class SamplingTable:
             self.params[target] = params
 
     def of_step(self, slots: IntArray, num_tokens: IntArray, masks: StepMasks | None = None) -> "StepSampling":
-        """Return the combined sampling request of the R running sequences that sample in a step.
+        """Combine the sampling parameters of the R sequences that sample in a step into one object.
 
         `slots` and `num_tokens` are [R] each, in slot order. `num_tokens` is the number of tokens before the sampled
         token. `masks` are the grammar masks of these sequences, or None if no sequence has a grammar.
@@ -155,7 +152,7 @@ class SamplingTable:
     def all_columns(self) -> SamplingColumns:
         """Return the sampling parameters of all running sequences in the form that the sampling kernels read.
 
-        The columns share the table's memory. Their token counts are undefined.
+        The columns share the table's memory. The column with the sequences' numbers of tokens is undefined.
         """
         return _columns(self.lines, self.seeds, np.zeros(len(self.seeds), np.int32))
 
@@ -198,7 +195,7 @@ class SamplingTable:
 
 @dataclass(frozen=True, slots=True)
 class StepSampling:
-    """The combined sampling request of the R running sequences (rows) that sample in one step, in slot order."""
+    """The sampling parameters of the R sequences (rows) that sample in one step, in slot order."""
 
     slots: IntArray  # [R]
     num_tokens: IntArray  # [R] without the token that is sampled
@@ -217,7 +214,7 @@ class StepSampling:
 
     @property
     def discards_token(self) -> NDArray[np.bool_]:
-        """[R], whether the sampled token is discarded.
+        """[R], whether the token that is sampled for a sequence is discarded.
 
         This is so if the sequence reports candidates instead of a token, or if its grammar mask is not ready in time.
         """
@@ -231,23 +228,25 @@ class StepSampling:
 
     @property
     def takes_tokens_only(self) -> bool:
-        """Whether the step can use the plain sampler: each sequence samples one token by its single-number parameters.
+        """Whether the plain sampler, which only samples one token for each sequence, can compute this step.
 
-        No sequence may have penalties, biases, suppressed stop tokens, a grammar mask, or log probabilities to report.
+        It can if no sequence has penalties, biases, suppressed stop tokens, a grammar mask, or log probabilities to
+        report.
         """
         return not self.edits and not self.is_penalized.any() and self.max_reported is None
 
     def results(self, sampled: SampledTokens, logits: Tensor) -> list[Tensor]:
-        """Return the tensors of sampling results, in the order in which `read` reads them.
+        """Return the tensors with the tokens, NaN flags and log probabilities, in the order in which `read` reads them.
 
         `logits` [R, vocab_size] are the logits after sampling.
         """
         return [sampled.token_ids, sampled.is_nan, *self.reports(sampled, logits)]
 
     def reports(self, sampled: SampledTokens, logits: Tensor) -> list[Tensor]:
-        """Return the tensors of requested log probabilities, in the order in which `read` reads them.
+        """Return the tensors with the requested log probabilities, in the order in which `read` reads them.
 
-        In the results of a step they follow the tokens and the NaN flags. The list is empty if no sequence reports any.
+        The list is empty if no sequence requests any. In the results of a step, these tensors follow the tokens and the
+        NaN flags.
         """
         if self.max_reported is None:
             return []
@@ -299,11 +298,11 @@ class StepSampling:
         is_first: NDArray[np.bool_],
         top: tuple[NDArray, ...],
     ) -> Logprobs:
-        """Read the log probabilities of the sequences that `asks` marks, and return them as result columns.
+        """Collect the log probabilities of the sequences that `asks` marks, as columns of the step's result.
 
-        This also reads the values of sequences that report the whole vocabulary. `own` are the chosen tokens' log
-        probabilities and ranks, and `top` the most probable tokens with their log probabilities. `is_first` marks the
-        requested number of these tokens.
+        `own` are the chosen tokens' log probabilities and ranks. `top` are the ids and the log probabilities of the
+        most probable tokens, and `is_first` marks as many of them as each sequence requests. If a sequence reports the
+        whole vocabulary, its values are read from `reading`.
         """
         has_top = is_first & asks[:, None]
         ends = has_top.sum(axis=1).cumsum()

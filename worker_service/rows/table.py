@@ -47,7 +47,7 @@ class TableLimits:
         return -(-self.max_model_len // self.block_size)
 
     def first_block(self, start: int) -> int:
-        """Return the index, in a block table, of the first block that a sequence still reads or writes.
+        """Return the index of the first block in a sequence's block table that the sequence still reads or writes.
 
         `start` is the next position that the sequence computes. With a sliding window, blocks before the window are not
         used.
@@ -57,10 +57,9 @@ class TableLimits:
 
 @dataclass(frozen=True, slots=True)
 class WorkingRows:
-    """The rows that compute tokens in one step, in slot order.
+    """The running sequences (rows) that compute tokens in one step, in slot order.
 
-    A row is the worker's state of one running sequence. Row i computes positions [starts[i], starts[i] +
-    num_new_tokens[i]).
+    Row i computes positions [starts[i], starts[i] + num_new_tokens[i]).
     """
 
     slots: IntArray  # [S]
@@ -75,14 +74,15 @@ class WorkingRows:
         return self.starts + self.num_new_tokens
 
     def take(self, which: NDArray) -> "WorkingRows":
-        """Return the running sequences that `which` selects. `which` is a boolean mask or an array of indices."""
+        """Return the sequences that `which` selects. `which` is a boolean mask or an array of indices."""
         columns = (self.slots[which], self.starts[which], self.num_new_tokens[which], self.samples[which])
         return WorkingRows(*columns, self.are_plain)
 
     def flatten(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the new tokens of all running sequences as a flat batch: slots [T], positions [T], offsets [S + 1].
+        """Concatenate the new tokens of all S sequences to one batch of T tokens. Return (slots, positions, offsets).
 
-        The T tokens of the S sequences follow one another. The offsets delimit each sequence's tokens in the batch.
+        `slots` [T] and `positions` [T] describe each token. The tokens of sequence i are at indexes offsets[i] to
+        offsets[i + 1] - 1 of the batch; `offsets` is [S + 1].
         """
         query_start_loc = np.zeros(len(self.slots) + 1, np.int64)
         np.cumsum(self.num_new_tokens, out=query_start_loc[1:])
@@ -92,9 +92,10 @@ class WorkingRows:
 
 
 class SequenceTable:
-    """The worker's state of all running sequences, as arrays indexed by slot.
+    """The worker's state of all running sequences, as arrays indexed by slot (a sequence's index in the table).
 
-    Every array has one entry per slot. Entries of a vacant slot are undefined, except `work`, which is 0.
+    Every array has one entry per slot. If no sequence uses a slot, its entries are undefined, except `work`, which is
+    0.
     """
 
     def __init__(self, limits: TableLimits, *, gates_grammars: bool = False) -> None:
@@ -158,11 +159,11 @@ class SequenceTable:
         return self._working_rows()
 
     def advance(self, rows: WorkingRows) -> None:
-        """Record the launch of a step: its positions count as computed, and sequences that sample have one more token.
+        """Record the launch of a step: its positions are now computed, and sequences that sample have one more token.
 
         Sequences that report candidates or an embedding get no token and pause instead. If grammars are gated,
         sequences with a grammar get their token and then pause until the scheduler continues them. For late sequences,
-        whose grammar mask was not ready, the last position counts as not computed.
+        whose grammar mask was not ready, the last position is not recorded as computed.
 
         The computation stores the tokens themselves. The CPU stores them with `put_tokens`. A device stores them only
         on the device, so `token_ids` is undefined for those positions.
@@ -180,7 +181,7 @@ class SequenceTable:
         self.num_tokens[slots] += 1
 
     def sampling_of(self, rows: WorkingRows) -> StepSampling:
-        """Return the combined sampling request of the sequences that sample in a step.
+        """Combine the sampling parameters of the sequences that sample in a step into one object.
 
         This may wait for grammar masks.
         """
@@ -190,7 +191,7 @@ class SequenceTable:
     def put_tokens(self, rows: WorkingRows, token_ids: IntArray) -> None:
         """Append the sampled tokens to their sequences. `token_ids` has one entry for each sequence that samples.
 
-        For sequences that choose no token, the entry after the last token becomes undefined.
+        For a sequence that chooses no token, the table's entry after the last token becomes undefined.
         """
         slots = rows.slots[rows.samples]
         self.token_ids[slots, self.num_tokens[slots]] = token_ids
@@ -202,7 +203,7 @@ class SequenceTable:
             raise WorkerProtocolError(f"slot {slot} is {'vacant' if occupied else 'occupied'}")
 
     def _occupied_slots(self, slots: tuple[int, ...]) -> IntArray:
-        """Return the slots as an array.
+        """Check the slots that a step plan names, and return them as an array.
 
         Raises WorkerProtocolError if a slot is out of range or has no running sequence.
         """
@@ -222,8 +223,8 @@ class SequenceTable:
     def _check_block_ids(self, slots: ArrayLike, block_ids: IntArray) -> None:
         """Raise WorkerProtocolError if a KV cache block id of a plan is out of range.
 
-        `slots` are the sequences that get the blocks, for the message: one entry per block, or one entry for all
-        blocks.
+        `slots` are the slots of the sequences that get the blocks, for the error message. There is one slot for each
+        block, or one for all blocks.
         """
         last = self.limits.num_device_blocks
         owners = np.broadcast_to(slots, block_ids.shape)
