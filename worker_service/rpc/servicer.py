@@ -163,7 +163,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 self._holder = None
 
     def _check_peer(self, context: grpc.aio.ServicerContext) -> None:
-        """Raise _SessionEnded if the client is not an allowed scheduler, by its secret and its TLS certificate."""
+        """Raise _SessionEnded if the client lacks the secret or the TLS certificate that this worker requires."""
         self._check_secret(context)
         if self._client_names is None:
             return
@@ -176,7 +176,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _check_secret(self, context: grpc.aio.ServicerContext) -> None:
         """Raise _SessionEnded if the scheduler did not send the secret that this worker requires.
 
-        Also raise it if the scheduler sends a secret and this worker has no --link-secret-file.
+        The error is also raised if the scheduler sends a secret and this worker has no --link-secret-file.
         """
         metadata = context.invocation_metadata() or ()
         if self._link_secret is None:
@@ -214,7 +214,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class _Stream:
-    """One Execute RPC of a scheduler, which is one session, from the scheduler's hello message to its end."""
+    """One session with a scheduler: an Execute RPC, from the scheduler's hello message to the end of the stream."""
 
     def __init__(
         self,
@@ -259,7 +259,8 @@ class _Stream:
     async def until_ended(self, *parts: Coroutine[Any, Any, None]) -> None:
         """Run the coroutines at the same time until the first is done or the session ends, then cancel the others.
 
-        Raises the session's _SessionEnded or WorkerProtocolError if the session ended, or the exception of a coroutine.
+        If the session has ended, raises its _SessionEnded or WorkerProtocolError. If a coroutine failed, raises its
+        exception.
         """
         tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(part) for part in parts]
         try:

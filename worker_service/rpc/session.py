@@ -62,7 +62,7 @@ class SessionRegister:
     instance_id: str = ""
 
     def hello(self, hello: Hello, now: float) -> Session | Refusal:
-        """Handle the first message of a scheduler: return a new session, or the reason why the scheduler is refused.
+        """Decide by the first message of a scheduler whether to begin a session. Return the session or the refusal.
 
         `now` is the current time in seconds of Unix time. Raises WorkerProtocolError if `pipeline_depth` is 0 or
         `instance_id` is empty.
