@@ -33,23 +33,23 @@ from worker_service.step import LaunchedStep
 
 
 class Computation(Protocol):
-    """The interface of a model's computation on a CPU or a GPU, for the rows (running sequences) of a step.
+    """The interface of a model's computation on a CPU or a GPU, for the running sequences of a step.
 
-    It stores sampled tokens where the next step reads them. Memory is allocated when a step is launched. A launch that
-    raises because of insufficient memory has changed nothing.
+    It stores sampled tokens where the next step reads them. Memory is allocated when a step is launched. If a launch
+    raises an exception because memory does not suffice, it has changed nothing.
     """
 
     table: SequenceTable
     num_graphs: int  # number of graphs that `capture_graphs` captures
 
     def capture_graphs(self, sum_of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Capture the CUDA graphs that fit the memory, and log a warning for the others.
+        """Capture the CUDA graphs that fit into memory, and log a warning for the others.
 
-        If the graphs contain communication between tensor-parallel ranks, pass the ranks' `all_reduce` as
-        `sum_of_ranks`. Then all ranks must call this before the first plan of each epoch (session with a scheduler),
-        since a capture exchanges the same data as a step. In that case the method raises if memory does not suffice.
-        From the next epoch on all ranks skip a graph that did not fit one of them. Without such communication, call
-        this once, before the first plan.
+        Without communication between tensor-parallel ranks in the graphs, call this once, before the first plan. With
+        such communication, pass the ranks' `all_reduce` as `sum_of_ranks`. Then all ranks must call this before the
+        first plan of each epoch (session with a scheduler), since a capture exchanges the same data as a step. If
+        memory does not suffice, the method then raises an exception. From the next epoch on all ranks skip a graph that
+        did not fit one of them.
         """
 
     def drop_graphs(self) -> None:
@@ -64,13 +64,14 @@ class Computation(Protocol):
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], LaunchedStep]:
         """Apply a plan's changes to the device's copy of the sequence table. Return a function that launches the step.
 
-        The function computes `rows`, which may be empty. If it raises, it may be called again.
+        The function computes the sequences in `rows`, which may be empty. If the function raises an exception, it may
+        be called again.
         """
 
     def launch(self, step: BegunStep, rows: WorkingRows) -> LaunchedStep:
-        """Launch a part of a step, after `prepare` has been called for the step.
+        """Launch the computation of some sequences of a step that does not fit into memory as a whole.
 
-        Used if the whole step does not fit into memory.
+        `prepare` must have been called for the step.
         """
 
     def synchronize(self) -> None:
@@ -147,15 +148,18 @@ class ModelRunner:
         return replace(self.launch(plan).result(), last_moved_step=self._cache.last_moved_step())
 
     def last_moved_step(self) -> int:
-        """Return the number of the last step whose KV cache block moves are done.
+        """Return the number of the last step whose moves of KV cache blocks between device and host have finished.
 
-        The moves of all earlier steps are done too.
+        The moves of all earlier steps have finished too.
         """
         return self._cache.last_moved_step()
 
     @property
     def is_moving(self) -> bool:
-        """Whether some KV cache block moves are in progress that `last_moved_step` has not yet reported as done."""
+        """Whether any move of KV cache blocks between device and host is unfinished.
+
+        The value stays True until `last_moved_step` has reported that the moves have finished.
+        """
         return self._cache.is_moving
 
     def is_fatal(self, error: Exception) -> bool:
@@ -172,9 +176,9 @@ class ModelRunner:
         return is_fatal(error)
 
     def _launch(self, step: BegunStep, rows: WorkingRows) -> LaunchedStep:
-        """Launch the rows of a step (the worker's state of its running sequences), and return the step in progress.
+        """Launch the computation of a step's sequences (`rows`), and return the step in progress.
 
-        The step is split into several parts if memory does not suffice. Rows that have failed are not computed.
+        The step is split into several parts if memory does not suffice. Sequences that have failed are not computed.
         """
         good_rows = self._without_failed(rows)
         launch = self.computation.prepare(step, good_rows)
@@ -192,10 +196,7 @@ class ModelRunner:
         return _SplitStep(step, StepOutline.of(self.table, rows), parts)
 
     def _without_failed(self, rows: WorkingRows) -> WorkingRows:
-        """Return the rows of a step without rows (running sequences) that failed in an earlier step.
-
-        A failed row also fails in this step.
-        """
+        """Return the sequences of a step without those that failed in an earlier step. Those fail again."""
         has_failed = self.table.has_failed[rows.slots]
         if not has_failed.any():
             return rows
@@ -203,9 +204,9 @@ class ModelRunner:
         return rows.take(~has_failed)
 
     def _give_up(self, rows: WorkingRows) -> None:
-        """Mark rows (running sequences) as failed, and fill the KV cache positions of their new tokens with NaN.
+        """Mark sequences as failed, and fill the KV cache positions of their new tokens with NaN.
 
-        Failed rows are not computed in this step or in any later step.
+        Failed sequences are not computed in this step or in any later step.
         """
         for slot, start, end in zip(rows.slots, rows.starts, rows.ends, strict=True):
             self._cache.fill_with_nan(self.table.block_tables[slot], int(start), int(end))

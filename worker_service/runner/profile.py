@@ -21,7 +21,7 @@ _NUM_TRACED_UNKEPT = 3  # the last of them, which the profiler warms up on so th
 
 
 class StepProfile:
-    """A torch profiler that writes one trace of the first steps after a warm-up.
+    """A torch profiler that records the first steps after a warm-up and writes them to one trace.
 
     Use it on the thread that launches steps.
     """
@@ -42,7 +42,7 @@ class StepProfile:
 
     @contextmanager
     def around_launch(self, plan: StepPlan) -> Iterator[None]:
-        """Profile the launch of a plan's step inside this context, if the step is among the steps to trace."""
+        """Return a context in which to launch a plan's step. If the step is to be traced, the launch is profiled."""
         if not self.num_steps_left:
             yield
             return
