@@ -34,7 +34,7 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The use of a GPU's memory in bytes, without the block pool of the KV cache."""
+    """The sizes of the parts of a GPU's memory in bytes, without the block pool of the KV cache."""
 
     total: int
     others: int  # other processes, and memory that CUDA and its libraries reserve for this process
@@ -45,9 +45,9 @@ class DeviceMemory:
     exchange: int = 0  # buffers for communication between ranks
 
     def left(self, utilization: float) -> int:
-        """Return the bytes that are left for the KV cache, including the unused block 0. The result may be negative.
+        """Return the bytes of GPU memory that are left for the KV cache, including the unused block 0.
 
-        `utilization` is the share of the GPU's memory that the worker may use, from 0 to 1.
+        The result may be negative. `utilization` is the share of the GPU's memory that the worker may use, from 0 to 1.
         """
         used = self.others + self.weights + self.step + self.graphs + self.staging + self.exchange
         return int(self.total * utilization) - used

@@ -81,7 +81,7 @@ def load_worker(
 def _load_worker(
     config: WorkerConfig, whole: Network, worker_id: str, report: LoadProgress, start: GrammarStart, digest: bytes
 ) -> LoadedWorker:
-    """Load a model as `load_worker` does. `whole` is the model of all ranks. `start` prepares grammars meanwhile."""
+    """Load the model for `load_worker`. `whole` describes it for all ranks. `start` prepares grammars meanwhile."""
     device = choose_device(config.device, config.tensor_parallel_rank)
     report.tell("preparing to load")
     communicator = _communicator(config, device)
@@ -145,7 +145,7 @@ def _build_worker(
 ) -> LoadedWorker:
     """Build a runner with the largest KV cache that fits, warm up its kernels, and capture its CUDA graphs.
 
-    `sizes` are the configured sizes of the cache. `start` is the preparation of grammars, which this finishes.
+    `sizes` are the configured sizes of the cache. `start` prepares grammars on another thread; this waits for its end.
     """
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
     log_reduced_sizes(assembly.config, sizes)
@@ -271,7 +271,8 @@ def _is_native_on_cpu(dtype: torch.dtype, kernels: CpuKernels | None) -> bool:
 class _RunnerParts:
     """All parts from which a model runner is built, except the number of KV cache blocks.
 
-    On a GPU, a temporary runner with few blocks is built first, to measure the memory that steps need.
+    On a GPU, they are used twice. A temporary runner with few blocks is built first, to measure the memory that steps
+    need.
     """
 
     config: WorkerConfig
@@ -294,7 +295,7 @@ class _RunnerParts:
     def runner(
         self, num_device_blocks: int, num_host_blocks: int = 0, *, splits_steps: bool = True
     ) -> tuple[ModelRunner, CacheEngine]:
-        """Allocate a KV cache with this number of blocks, and return a model runner with it, and the cache.
+        """Allocate a KV cache with these numbers of blocks. Return (runner, cache), where the runner uses the cache.
 
         `splits_steps` allows a step to be computed in parts if memory does not suffice. It is ignored if there are
         several ranks, because all ranks would have to split the step in the same way.
@@ -515,7 +516,7 @@ def _allocate(assembly: _RunnerParts, num_device_blocks: int, num_host_blocks: i
 
 
 def log_reduced_sizes(config: WorkerConfig, sizes: PoolSize) -> None:
-    """Log a warning for each requested size that the worker does not use in full: the KV cache, or --max-num-seqs."""
+    """Log a warning if the worker uses less KV cache memory, or fewer sequences, than its options request."""
     lowered = sizes.describe_reduced()
     if lowered is not None:
         logger.warning("%s", lowered)

@@ -32,9 +32,9 @@ class CudaMeter:
         return torch.cuda.memory_allocated(self._device)
 
     def peak_of(self, operation: Callable[[], object]) -> int:
-        """Run `operation` and wait for the GPU.
+        """Run `operation`, wait for the GPU, and return the peak memory of this process's tensors, in bytes.
 
-        Return the peak memory of this process's tensors meanwhile, in bytes.
+        The peak is the largest total size of the tensors during the run.
         """
         torch.cuda.reset_peak_memory_stats(self._device)
         operation()
@@ -42,7 +42,7 @@ class CudaMeter:
         return torch.cuda.max_memory_allocated(self._device)
 
     def release(self) -> None:
-        """Return memory that torch's allocator keeps for reuse to the GPU."""
+        """Free the GPU memory that torch's allocator keeps for reuse."""
         gc.collect()
         torch.cuda.empty_cache()
 

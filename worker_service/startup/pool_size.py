@@ -26,8 +26,8 @@ def cpu_cache_bytes(available_bytes: int) -> int:
 def default_swap_bytes(device: str, available_bytes: int, num_local_ranks: int) -> int:
     """Return the default size, in bytes, of the host memory to which KV cache blocks are swapped out.
 
-    `num_local_ranks` is the number of ranks that share this machine. The memory of a GPU's host is of no other use to
-    the KV cache. On a CPU the default is 0: both pools would use the same memory, and only device blocks can be
+    On a GPU the default is a share of `available_bytes`, divided among the `num_local_ranks` ranks of this machine. On
+    a CPU the default is 0: device blocks and host blocks would use the same memory, and only device blocks can be
     computed with.
     """
     if device == "cpu":

@@ -22,7 +22,7 @@ _16_BITS = ("bfloat16", "float16", "half", "BF16", "F16")
 
 
 def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> bytes:
-    """Check that a worker can start with this configuration, before the start. Return the digest of the model.
+    """Check that a worker can start with this configuration, without starting it. Return the digest of the model.
 
     Computing the digest takes a while. `num_local_ranks` is the number of ranks that start on this machine. Raises
     ValueError with a one-line message for an error that every start would repeat.
@@ -69,7 +69,7 @@ def _check_unquantized(config: WorkerConfig, model: Network, headers: Mapping[st
 
 
 def _least_bits(dtypes: set[str]) -> int:
-    """Return the fewest bits in which a CPU worker could store a weight, for a lower bound of the weights' size.
+    """Return the fewest bits in which a CPU worker could store a weight, to estimate the minimum size of the weights.
 
     `dtypes` are the dtypes in the checkpoint, and the dtype in which the model computes. Weights may be stored in any
     of them.

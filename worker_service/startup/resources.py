@@ -15,9 +15,9 @@ _MEMORY_FILES = {
 def num_usable_cpus(root: Path = Path("/")) -> int:
     """Return the number of processors that this process may use, at least 1.
 
-    The number is the process's CPU affinity, limited by the CPU quotas of its control groups (cgroups). A fraction of a
-    processor is left out, because threads beyond the quota would all be stopped together in the middle of a step.
-    `root` is the root of the file system; only tests change it.
+    The number follows from the CPU affinity of the process and the CPU quotas of its control groups (cgroups). A quota
+    is rounded down, because threads beyond the quota would all be stopped together in the middle of a step. `root` is
+    the root of the file system; only tests change it.
     """
     quotas = [_cpu_quota(folder, version) for folder, version in _control_groups("cpu", root)]
     num_allowed = min((int(quota) for quota in quotas if quota is not None), default=None)
@@ -78,11 +78,11 @@ def _group_bytes(folder: Path, limit_name: str, usage_name: str, reclaimable: tu
 
 
 def _control_groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of this process's control groups (cgroups) and of their ancestors, each with its version.
+    """Yield (folder, version) of the control groups (cgroups) of this process and of the groups that contain them.
 
-    The version of cgroups is 1 or 2. `controller` is "cpu" or "memory". In a container the path may be visible only to
-    the host. The outermost folder is then the container's own. `root` is the root of the file system; only tests change
-    it.
+    `version` is the version of cgroups, 1 or 2. `controller` is "cpu" or "memory". In a container, the path of a group
+    may exist only on the host. The outermost folder is then the container's own group. `root` is the root of the file
+    system; only tests change it.
     """
     memberships = root / "proc/self/cgroup"
     mounted = root / "sys/fs/cgroup"

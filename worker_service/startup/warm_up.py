@@ -45,7 +45,7 @@ _FUNCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """A sequence of a warm-up step that belongs to no request.
+    """An invented sequence of a warm-up step, which belongs to no request.
 
     The step computes the last `num_new` of its `num_tokens` tokens.
     """
@@ -131,7 +131,7 @@ def _add_grammar(grammars: EpochGrammars) -> bool:
 
 
 def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[TrialRow, ...]]]:
-    """Yield the warm-up steps: a name for the log, and the sequences of the step."""
+    """Yield (name, sequences) for each warm-up step. The name is for the log."""
     for num_tokens in _trial_sizes(limits.max_num_batched_tokens):
         yield f"prompts of {num_tokens} tokens", _split(num_tokens, limits)
     # The output head multiplies one token of each row, or all tokens of a prompt in parts.
@@ -161,7 +161,7 @@ def _split(num_tokens: int, limits: TableLimits) -> tuple[TrialRow, ...]:
 
 
 def _max_num_tokens(limits: TableLimits) -> int:
-    """Return the largest number of tokens of a sequence that still leaves one KV cache block for another sequence.
+    """Return the most tokens that a warm-up sequence can have if one KV cache block must remain for another sequence.
 
     The result is at least 1 and at most the maximum length of a sequence.
     """
@@ -186,8 +186,9 @@ def initialize_vector_math() -> None:
     """Call torch's vector math functions once on one thread, before several threads call them at the same time.
 
     MKL detects the processor at the first call of any of its functions, without a lock. If two threads make that call
-    at the same time, one of them may use functions of low accuracy for its share. This calls each function with one
-    element, which uses one thread, and one matrix multiplication. Processes that are forked later inherit the result.
+    at the same time, one of them may use functions of low accuracy for its part of the work. This function therefore
+    calls each vector function with one element, which uses one thread, and computes one matrix multiplication.
+    Processes that are forked later inherit the result.
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1, 1), 0.5, dtype=dtype)
