@@ -44,7 +44,7 @@ class CompileThread:
         self._compile.result()
 
     def submit(self, job: Callable[[Compile], None]) -> None:
-        """Queue a function that the thread calls with the compile function. An exception of `job` is only logged."""
+        """Queue `job`, which the thread calls with the compile function. If `job` raises an exception, it is logged."""
         self._executor.submit(lambda: job(self._compile.result())).add_done_callback(_log_failure)
 
     def stop(self) -> None:
@@ -178,9 +178,9 @@ class EpochGrammars:
 
 @dataclass(slots=True)
 class _Grammar:
-    """A grammar that the scheduler has added. It is ready once `matcher` is set.
+    """A grammar that the scheduler has added. It is ready when `matcher` is set.
 
-    The matcher itself always stays in its initial state. Rows use copies of it.
+    The matcher always stays in its initial state. Each running sequence uses a copy of it.
     """
 
     added: AddedGrammar

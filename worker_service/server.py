@@ -225,8 +225,8 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig, tls: TlsFiles | None) -
 
 
 def _names(text: str | None) -> frozenset[str] | None:
-    """Split a comma-separated list of the client names that TLS certificates may have.
+    """Split a comma-separated list of client names, which TLS certificates of schedulers may have, into a set.
 
-    None means that no list was given and any name is permitted; it stays None.
+    If no list was given (None), any name is permitted, and the result is None.
     """
     return None if text is None else frozenset(name.strip() for name in text.split(","))

@@ -21,7 +21,7 @@ class LaunchedStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A step that was already done when it was launched, as on a CPU."""
+    """A step that has finished before its launch returns, for example because a CPU computed it."""
 
     finished: StepResult
 
