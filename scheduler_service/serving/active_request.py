@@ -53,8 +53,8 @@ class News:
 
 
 class ActiveRequest:
-    """A client's request in an engine, from the time when it is queued until it ends, with the output records of its
-    samples. The engine publishes the output here, and the APIs read it."""
+    """A client's request, from the time when it is queued in an engine until it ends. It contains the output records of
+    its samples: the engine appends the output to these records, and the APIs read it."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class ActiveRequest:
         keeps_all: bool = True,
         is_relayed: bool = False,
     ) -> None:
-        """Create the record of a request that is about to be queued. With a `ready_list`, samples with new plain tokens
-        are added to that list for its reader. Otherwise the event loop processes each output. `keeps_all` means that
-        the request has no stop texts, so the client keeps every output token. `is_relayed` means that the client itself
-        looks for stop texts, and reports how many tokens it kept."""
+        """Create the record of a request that is about to be queued. With a `ready_list`, samples with new tokens are
+        added to that list for its reader, if only tokens are new. Without it, the event loop processes each output.
+        With `keeps_all`, the request has no stop texts, so the client keeps every output token. With `is_relayed`, the
+        client itself looks for stop texts and reports how many tokens it kept."""
         self.request = request
         self.outputs = outputs
         self.ready_list = ready_list
@@ -85,8 +85,8 @@ class ActiveRequest:
 
     @property
     def max_delta_tokens(self) -> int:
-        """The maximum number of output tokens in one delta of this request. It is smaller if log-probabilities are
-        requested, because each token then has several entries."""
+        """The maximum number of output tokens in one delta of this request. The number is smaller for a request with
+        log-probabilities, because each token then has several entries."""
         sampling = self.request.sampling
         num_entries = 1 + max(sampling.num_logprobs or 0, sampling.num_prompt_logprobs or 0)
         return max(1, MAX_DELTA_TOKENS // num_entries)
@@ -94,16 +94,16 @@ class ActiveRequest:
     # Called by the engine
 
     def queued(self, request: Request, sequence_ids: Sequence[int], now: float) -> None:
-        """Store the request as the engine queued it, the sequence ids of its samples, and its arrival time in seconds
-        of the engine's clock. The engine calls this method before it publishes any output."""
+        """Record that the engine has queued the request. `sequence_ids` are the ids of its samples, and `now` is its
+        arrival time in seconds of the engine's clock. The engine calls this method before it publishes any output."""
         self.request, self.arrived_at = request, now
         for output, sequence_id in zip(self.outputs, sequence_ids, strict=True):
             output.sequence_id = sequence_id
 
     def process_output(self, output: SampleRecord, *news: Any) -> None:
-        """Process the new output of one sample, and notify the listeners of the request. `news` are arguments for
-        `SampleRecord.add`, which publishes them first. A stop text in the output ends the sample, whether or not a
-        client reads the output."""
+        """Process the new output of one sample, and notify the listeners of the request. If `news` is given, first pass
+        it to `SampleRecord.add` as arguments. A stop text in the output ends the sample even if no client reads the
+        output."""
         try:
             if news:
                 output.add(*news)
@@ -126,7 +126,7 @@ class ActiveRequest:
             self._look_for_end()
 
     def fail(self, refusal: RefusedError) -> None:
-        """End this request with an error, which its readers receive."""
+        """End this request with an error. Each reader of the request raises this error."""
         self.error = refusal
         for tell in self.listeners:
             tell()
@@ -139,10 +139,10 @@ class ActiveRequest:
         self._engine.cancel(self)
 
     def cancel(self) -> None:
-        """End the unfinished samples of this request, because its output is no longer needed.
+        """End the unfinished samples of this request, because no client needs its output.
 
-        The method also removes the references between the request and its listeners. Both are then freed without a
-        garbage collection.
+        Also remove the references between the request and its listeners, so that both are freed without a garbage
+        collection.
         """
         self.abort()
         self.listeners.clear()
@@ -152,8 +152,8 @@ class ActiveRequest:
                 self.process_output(output)
 
     async def wait_for_end(self) -> None:
-        """Wait until every sample of the request has ended. The task does not wake up earlier, for example at new
-        tokens. Raise RefusedError if the request fails."""
+        """Wait until every sample of the request has ended. New tokens do not wake up the waiting task. Raise
+        RefusedError if the request fails."""
         news = News()
         self.on_end = news.tell
         if not self.has_ended:
@@ -163,8 +163,8 @@ class ActiveRequest:
 
     async def deltas(self, first_tokens: Sequence[int] | None = None) -> AsyncGenerator[Delta, None]:
         """Yield the new output of all samples of the request as deltas, until all samples have ended. `first_tokens`
-        contains the index of the first output token to read, for each sample; the default is 0. If the request fails,
-        raise RefusedError after the deltas that precede the failure."""
+        contains, for each sample, the index of the first output token to read; the default is 0. If the request fails,
+        first yield the output that precedes the failure, then raise RefusedError."""
         places = zip(self.outputs, first_tokens or [0] * len(self.outputs), strict=True)
         readers = [OutputReader(output, first_token, self.max_delta_tokens) for output, first_token in places]
         news = News()
@@ -191,13 +191,12 @@ class ActiveRequest:
 
 
 class Publisher:
-    """The part of an engine that distributes computed tokens. It appends the tokens to the output records of unfinished
-    samples, and processes these records later on the event loop.
+    """The part of an engine that passes computed tokens to the requests. It appends the tokens to the output records of
+    unfinished samples, and processes these records later on the event loop.
 
-    In each iteration of the event loop, `batch_size` samples are processed, in order. So the step loop never waits for
-    more than a few samples. If a sample receives more tokens before it is processed, all of its new tokens are
-    processed together. Samples of a request with a ready list wait in this list until its reader reads them, and the
-    reader is notified once.
+    Each iteration of the event loop processes at most `batch_size` samples, in order, so the step loop never waits
+    long. If a sample receives more tokens before it is processed, all of its new tokens are processed together. Samples
+    of a request with a ready list are added to this list instead, and its reader is notified once.
     """
 
     def __init__(self, observers: Observers, clock: Clock, batch_size: int = 16) -> None:
@@ -217,8 +216,8 @@ class Publisher:
         self.idle.clear()
 
     def publish(self, outputs: TokenOutputs) -> None:
-        """Append the computed tokens, log-probabilities and ends of one scheduler event to the output records of their
-        samples, and notify the observers."""
+        """Append new output to the output records of the samples, and notify the observers. `outputs` contains the
+        tokens, log-probabilities and ends that one event of the scheduler core produced."""
         now = self._clock.now()
         for hypothesis in outputs.hypotheses:
             output, request = self.samples[hypothesis.sequence_id]
@@ -288,12 +287,12 @@ class Publisher:
 
 
 class RequestEngine(Protocol):
-    """The interface of an engine that runs requests. The step loop of a scheduler implements it, and so does a front
-    end's link to its scheduler. The APIs use only this interface."""
+    """The interface of an engine, which runs requests. It has two implementations: the step loop of a scheduler, and a
+    front end's link to its scheduler. The APIs use only this interface."""
 
     @property
     def clock(self) -> Clock:
-        """The clock to which the deadlines of requests refer."""
+        """The clock in whose time the deadlines of requests are given."""
 
     @property
     def availability(self) -> Availability:
@@ -301,8 +300,8 @@ class RequestEngine(Protocol):
 
     def submit(self, request: ActiveRequest, trace: Mapping[str, str]) -> None:
         """Queue a request. `trace` contains the HTTP or gRPC headers of the distributed trace to which the request
-        belongs. Raise AdmissionError or RefusedError if the engine refuses the request immediately. A front end's link
-        learns of some refusals later; the request then fails."""
+        belongs. Raise AdmissionError or RefusedError if the engine refuses the request. In a front end, the scheduler
+        may also refuse the request after this call; the request then fails."""
 
     def abort(self, tenant: str, request_id: str) -> None:
         """End all samples of a tenant's request with the end reason ABORT. Raise KeyError if no unfinished request has
@@ -313,8 +312,8 @@ class RequestEngine(Protocol):
         request now uses the same id, the other request is not affected."""
 
     def count_kept_tokens(self, output: SampleRecord, num_kept: int) -> None:
-        """Record how many output tokens of a sample the client kept, so that the remaining tokens count as discarded.
-        This method is only called for requests that do not keep all tokens."""
+        """Record how many output tokens of a sample the client kept. The remaining tokens count as discarded. This
+        method is only called for a request whose client may not keep all tokens."""
 
     def stop(self, output: SampleRecord, num_tokens: int) -> None:
         """End a sample after its first `num_tokens` output tokens, because the text of the output contains a stop

@@ -17,8 +17,8 @@ _MAX_OVERDUE_SHARE = 0.1  # of the newly admitted requests; above it, arrival de
 
 
 class Activity:
-    """The recent throughput of the scheduler in tokens per second, for the log and for reports. It samples the
-    scheduler's counters every second and keeps the samples of the last ten seconds."""
+    """The recent throughput of the scheduler in tokens per second, for a log line and for reports. It reads the
+    scheduler's counters every second and stores the values of the last ten seconds."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class Activity:
         rest: Callable[[], None],
     ) -> None:
         """Begin to measure the scheduler's throughput. `read_stats` returns the scheduler's counters, and `clock`
-        returns the time in seconds. `rest` is called after ten seconds without activity, once after each period of
-        activity."""
+        returns the time in seconds. `rest` is called once after each period of activity, when the scheduler has been
+        idle for ten seconds."""
         self._read_stats = read_stats
         self._clock = clock
         self._rest = rest
@@ -43,8 +43,8 @@ class Activity:
         return share(self._read_stats().num_generation_tokens - first.num_generation_tokens, self._clock() - started_at)
 
     async def run(self) -> NoReturn:
-        """Sample the scheduler's counters every second until cancelled. Log a line about the throughput for every ten
-        seconds with activity."""
+        """Read the scheduler's counters every second until cancelled. Every ten seconds, log the throughput unless the
+        scheduler was idle."""
         while True:
             await asyncio.sleep(_SAMPLE_INTERVAL)
             line = self.sample()
@@ -52,9 +52,9 @@ class Activity:
                 logger.info("%s", line)
 
     def sample(self) -> str:
-        """Sample the scheduler's counters. Return a log line about the last ten seconds, or an empty string if no line
-        is due or the scheduler was idle. Call `rest` if a line is due and activity has stopped since the previous
-        line."""
+        """Read and store the scheduler's counters. Every ten seconds, return a log line about the throughput;
+        otherwise, or if the scheduler was idle in these seconds, return an empty string. Call `rest` when the scheduler
+        has become idle."""
         now, stats = self._clock(), self._read_stats()
         self._samples.append((now, stats))
         while now - self._samples[0][0] > _WINDOW:

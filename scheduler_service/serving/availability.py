@@ -43,17 +43,17 @@ class DescribedWorker(Protocol):
 
 
 class Availability(Protocol):
-    """The interface that says whether an engine accepts requests, and how long a sequence may be. The step loop and a
-    front end's link to its scheduler have different implementations."""
+    """The interface that reports whether an engine accepts requests, and how long a sequence may be. It has two
+    implementations, one for a scheduler and one for a front end."""
 
     @property
     def changed(self) -> asyncio.Event:
-        """An event that is set at every change of the availability. Only one task waits for this event, and that task
+        """An event that is set whenever the availability changes. Only one task may wait for this event; that task
         clears the event."""
 
     @property
     def is_serving(self) -> bool:
-        """Whether clients should send requests to this server. Health checks report this value."""
+        """Whether clients should send requests to this server. Health checks return this value."""
 
     def refusal(self, output_mode: OutputMode = OutputMode.STREAMED) -> str:
         """Return the reason why requests with this output mode are refused now, or an empty string if they are
@@ -61,28 +61,27 @@ class Availability(Protocol):
 
     @property
     def missing_reason(self) -> str:
-        """The reason why no worker is connected, as far as it is known, for messages to clients."""
+        """The reason why no worker is connected, if it is known. It is part of messages to clients."""
 
     @property
     def capacity(self) -> DescribedWorker | None:
-        """The properties of the connected worker, or of the last one after its loss. None before the first worker has
-        connected."""
+        """The properties of the connected worker, or of the last worker if it was lost. None before the first worker
+        has connected."""
 
     @property
     def max_sequence_tokens(self) -> int:
         """The maximum number of tokens of one sequence, prompt and output together."""
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Wait until the first worker has connected, so that the maximum length of a sequence is known. Return also
-        when requests with this output mode are refused."""
+        """Wait until the first worker has connected, so that the maximum length of a sequence is known. Also return if
+        requests with this output mode are refused."""
 
 
 class WorkerAvailability:
-    """The state that says whether a scheduler accepts requests. It depends mainly on the worker. Use it on the event
-    loop's thread only.
+    """A record of whether a scheduler accepts requests. This depends mainly on the worker: if it is missing for too
+    long, requests are refused. All methods must be called on the event loop's thread.
 
-    The step loop reports every change of the worker. The link to the worker reports the reason why no worker is
-    connected.
+    The step loop reports when a worker connects or is lost. The link to the worker reports why no worker is connected.
     """
 
     def __init__(
@@ -95,11 +94,11 @@ class WorkerAvailability:
         on_grace_ended: Callable[[str], None],
         on_timed_out: Callable[[str], None],
     ) -> None:
-        """Create the state that says whether a scheduler accepts requests. No worker is connected yet. `worker_timeout`
-        is the time in seconds that any request waits for a missing worker before it fails. `worker_grace` is this time
-        for a request without output that is not detached; the default is `worker_timeout`. `on_grace_ended` and
-        `on_timed_out` are called after these times to end the requests, with the reason as their argument.
-        `max_sequence_tokens` is the maximum length of a sequence until the first worker connects."""
+        """Create the record for a scheduler to which no worker is connected yet. If the worker is missing for
+        `worker_timeout` seconds, all requests fail. After `worker_grace` seconds, requests already fail if they have no
+        output and are not detached; the default is `worker_timeout`. `on_timed_out` and `on_grace_ended` are called to
+        end these requests, with the reason as their argument. `max_sequence_tokens` is the maximum length of a sequence
+        until the first worker connects."""
         self._clock = clock
         self._worker_timeout = worker_timeout
         self._worker_grace = worker_timeout if worker_grace is None else worker_grace
@@ -134,8 +133,8 @@ class WorkerAvailability:
 
     @property
     def missing_reason(self) -> str:
-        """The reasons why no worker is connected, as far as they are known. If the worker has several ranks, the text
-        names each rank."""
+        """The reason why no worker is connected, if it is known. If the worker has several ranks, the text contains the
+        reason for each rank."""
         return "; ".join(
             str(why) if rank is None else f"rank {rank}: {why}"
             for rank, why in sorted(self._missing.items(), key=lambda each: each[0] or 0)
@@ -148,8 +147,8 @@ class WorkerAvailability:
         return self.capacity is not None and self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS and not self.refusal()
 
     async def wait_for_first_worker(self, output_mode: OutputMode = OutputMode.STREAMED) -> None:
-        """Wait until the first worker has connected, so that the maximum length of a sequence is known. Return also
-        when requests with this output mode are refused."""
+        """Wait until the first worker has connected, so that the maximum length of a sequence is known. Also return if
+        requests with this output mode are refused."""
         while self.capacity is None and not self.refusal(output_mode):
             await self._next_change.wait()
 
@@ -166,13 +165,13 @@ class WorkerAvailability:
         self._tell()
 
     def worker_missing(self, reason: str | WorkerStarting, rank: int | None) -> None:
-        """Record the reason why the worker is not ready to serve. `rank` is the worker's rank to which the reason
-        applies, or None if the worker has only one rank."""
+        """Record the reason why the worker is not ready. `rank` is the rank that is not ready, or None if the worker
+        has only one rank."""
         self._missing[rank] = reason
 
     def worker_lost(self, reason: str, *, has_no_token: bool) -> None:
-        """Record that the worker has failed. `has_no_token` is true if a plan was sent since the worker connected, but
-        no token was computed. A call of `worker_left` must follow."""
+        """Record that the connected worker was lost. `has_no_token` is true if this worker received a plan but computed
+        no token. The caller must call `worker_left` next."""
         self.num_worker_losses += 1
         if has_no_token:
             self._num_fruitless_epochs += 1
@@ -180,13 +179,13 @@ class WorkerAvailability:
                 logger.error("not serving: %d consecutive epochs without a token; %s", _MAX_FRUITLESS_EPOCHS, reason)
 
     def worker_left(self) -> None:
-        """Record that no worker is connected any more, and start the timers after which waiting requests fail."""
+        """Record that no worker is connected now, and start the timers that end waiting requests."""
         self.start_timers()
         self._tell()
 
     def has_computed_token(self) -> None:
-        """Record that the worker has computed the first token since it connected. The count of failed starts of the
-        worker begins again at 0."""
+        """Record that the worker has computed its first token since it connected. Reset the count of consecutive
+        connections that ended without a token."""
         if self._num_fruitless_epochs:
             self._num_fruitless_epochs = 0
             self._tell()
@@ -242,6 +241,6 @@ class WorkerAvailability:
         self._tell()
 
     def _level_of_absence(self, level: int) -> int:
-        """Return the log level of a message about a missing worker. The level is INFO while the first worker is still
-        loading its model, otherwise `level`."""
+        """Return the log level for a message about a missing worker: INFO if no worker has ever connected, because the
+        first one may still be loading its model, otherwise `level`."""
         return logging.INFO if self.capacity is None else level

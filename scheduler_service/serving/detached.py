@@ -17,24 +17,24 @@ MAX_ENDED = 4096
 
 
 class Kept(NamedTuple):
-    """What the server keeps for one request id: the client's record, and the request if it is a detached request. Only
-    clients interpret the bytes of the record."""
+    """The data that the server keeps for one request id: a record of bytes that a client has stored, and the request if
+    it is a detached request. The server does not interpret the record."""
 
     record: bytes
     active: ActiveRequest | None
 
 
 class DetachedRequests:
-    """The detached requests of all tenants, which run whether or not a client is connected, and records that clients
-    store without a request.
+    """A store of detached requests, which run whether or not a client is connected. It also stores records (bytes that
+    clients send), with or without a request.
 
-    Ended requests and records are kept for a limited time, up to a maximum number and a maximum size.
+    Ended requests and records remain for a limited time. Their number and total size are limited too.
     """
 
     def __init__(self, *, retention: float, max_bytes: int, max_ended: int = MAX_ENDED) -> None:
-        """Create an empty store of detached requests and records. `retention` is how long an ended request or a record
-        is kept, in seconds. `max_bytes` limits the memory of all ended requests and records, and `max_ended` limits
-        their number. A single one is kept even if it is larger than `max_bytes`."""
+        """Create an empty store. `retention` is the time in seconds for which an ended request or a record is kept.
+        `max_bytes` limits the memory of all ended requests and records, and `max_ended` limits their number. The last
+        remaining one is kept even if it is larger than `max_bytes`."""
         self._retention = retention
         self._max_ended = max_ended
         self._max_bytes = max_bytes
@@ -47,13 +47,13 @@ class DetachedRequests:
 
     @contextlib.contextmanager
     def room(self, tenant: str, record: bytes) -> Iterator[None]:
-        """Reserve memory for a tenant's record inside the block, where the caller may call `add`. Raise RefusedError if
-        the records of running and admitted requests leave no room.
+        """Reserve memory for a tenant's record while the block runs. The caller may call `add` in the block. Raise
+        RefusedError if the records of running and admitted requests use too much memory.
 
-        A single record always has room. Otherwise the records of all tenants may have `max_bytes` together. Beyond this
-        limit each tenant may have its share: `max_bytes` divided by the number of tenants that have records. So no
-        tenant can shut out another tenant. In total, n tenants have at most `max_bytes` times 1 + 1/2 + ... + 1/n: 3
-        times for 11 tenants, 6 times for 227.
+        A record of any size is accepted if no other running or admitted request has a record. Otherwise the records of
+        all tenants may use `max_bytes` together. A tenant may exceed this limit up to its own share: `max_bytes`
+        divided by the number of tenants that have records. So no tenant can prevent another tenant's requests. In
+        total, n tenants use at most `max_bytes` times 1 + 1/2 + ... + 1/n: 3 times for 11 tenants, 6 times for 227.
         """
         running, num_bytes = self._running_bytes, len(record)
         share = self._max_bytes // len(running.keys() | {tenant})
@@ -72,14 +72,14 @@ class DetachedRequests:
 
     def add(self, active: ActiveRequest, record: bytes = b"") -> None:
         """Add a running detached request and its client's record. The id of the request must not be in use. When the
-        request ends, it is kept for the retention time."""
+        request ends, its output remains in the store for the retention time."""
         key = (active.request.tenant, active.request.request_id)
         self.by_name[key] = Kept(record, active)
         _count(self._running_bytes, key[0], len(record))
         active.on_end = partial(self._end, key)
 
     def add_record(self, tenant: str, request_id: str, record: bytes) -> None:
-        """Keep a client's record under this request id, without a request, for the retention time. Raise RefusedError
+        """Store a client's record under this request id for the retention time, without a request. Raise RefusedError
         if the id is in use."""
         if (tenant, request_id) in self.by_name:
             raise name_taken(request_id)
@@ -87,16 +87,17 @@ class DetachedRequests:
         self._keep((tenant, request_id), len(record))
 
     def kept(self, tenant: str, request_id: str) -> Kept:
-        """Return the record and the detached request with this id. Raise RefusedError if the tenant has neither. The
-        error does not reveal whether the id never existed, has expired or belongs to another tenant."""
+        """Return the record and the detached request with this id. Raise RefusedError if the tenant has no record and
+        no detached request with this id. The error does not reveal whether the id never existed, has expired or belongs
+        to another tenant."""
         try:
             return self.by_name[tenant, request_id]
         except KeyError:
             raise unknown_result(request_id) from None
 
     def find(self, tenant: str, request_id: str) -> ActiveRequest:
-        """Return the tenant's detached request with this id. Raise RefusedError if the request does not exist or is no
-        longer kept."""
+        """Return the tenant's detached request with this id. Raise RefusedError if the request does not exist or was
+        deleted after its retention time."""
         active = self.kept(tenant, request_id).active
         if active is None:
             raise unknown_result(request_id)
@@ -104,7 +105,7 @@ class DetachedRequests:
 
     def forget(self, tenant: str, request_id: str) -> None:
         """Delete the record and the detached request with this id, and abort the request if it is running. Raise
-        RefusedError if the tenant has neither."""
+        RefusedError if the tenant has no record and no detached request with this id."""
         record, active = self.kept(tenant, request_id)
         if (tenant, request_id) in self._ended:
             self._forget((tenant, request_id))
@@ -115,7 +116,7 @@ class DetachedRequests:
             active.abort()
 
     def _end(self, key: tuple[str, str]) -> None:
-        """Keep a detached request that has ended or failed for the retention time, and end its remaining samples."""
+        """Start the retention time of a detached request that has ended or failed, and end its remaining samples."""
         active = self.find(*key)
         active.cancel()
         num_record_bytes = len(self.by_name[key].record)
@@ -134,8 +135,9 @@ class DetachedRequests:
             self._forget(self._next_to_drop(self._ended_bytes))
 
     def _next_to_drop(self, amounts: Counter[str]) -> tuple[str, str]:
-        """Return the key of the ended request or record that is dropped next. It is the oldest one of the tenant with
-        the largest amount in `amounts`. So no tenant can displace the results of other tenants."""
+        """Return the key of the ended request or record to delete when the store is full. `amounts` contains each
+        tenant's number or size of ended entries. The result is the oldest entry of the tenant with the largest amount,
+        so that no tenant can displace the results of other tenants."""
         most = max(amounts.values())
         return next(key for key in self._ended if amounts[key[0]] == most)
 
@@ -149,14 +151,14 @@ class DetachedRequests:
 
 
 def _count(amounts: Counter[str], tenant: str, change: int) -> None:
-    """Add `change` to the tenant's amount in a counter, and delete the tenant's entry if the amount becomes 0."""
+    """Add `change` to a tenant's amount in a counter. Delete the tenant's entry if the amount becomes 0."""
     amounts[tenant] += change
     if not amounts[tenant]:
         del amounts[tenant]
 
 
 def name_taken(request_id: str) -> RefusedError:
-    """Return the RefusedError for a request or a record whose request id is already in use."""
+    """Return the error for a new request or record whose request id is already in use."""
     return RefusedError(
         Reason.ALREADY_EXISTS,
         f"request_id {request_id!r} is in use by a kept result or response; choose another request_id, or delete that "
@@ -166,8 +168,8 @@ def name_taken(request_id: str) -> RefusedError:
 
 
 def unknown_result(request_id: str) -> RefusedError:
-    """Return the RefusedError for an operation on a detached request that does not exist, has expired or belongs to
-    another tenant."""
+    """Return the error for an operation on a detached request that does not exist, has expired or belongs to another
+    tenant."""
     return RefusedError(
         Reason.NOT_FOUND,
         f"no detached request {request_id!r} exists for this tenant; results are kept only for a limited time",

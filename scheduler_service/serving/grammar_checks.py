@@ -38,8 +38,8 @@ _Key = tuple[GrammarKind, tuple[int, ...], bytes]
 
 @dataclass(slots=True)
 class _WaitingChecks:
-    """The requests that wait for the check of one grammar. One of them holds the lock and has the grammar checked; the
-    others wait for the result."""
+    """The requests of a tenant that wait for the check of the same grammar. One of them holds the lock while the
+    grammar is checked. The others then use its result."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_waiting: int = 0
@@ -54,10 +54,10 @@ class _TenantGrammars:
 
 
 class GrammarChecks(Observer):
-    """The checks of the grammars in a scheduler's requests, with a cache of results. Use it on the event loop's thread
-    only.
+    """The checks of the grammars in a scheduler's requests, with a cache of results. All methods must be called on the
+    event loop's thread.
 
-    It observes the workers, since a worker must have the same version of the grammar library as this process.
+    The object observes the workers, because a worker must have the same version of the grammar library as this process.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class GrammarChecks(Observer):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     async def start(self) -> None:
-        """Read the model's tokenizer for the grammar library, on a thread, and return when this is done. The library
-        holds the interpreter's lock meanwhile, for about a second with a large vocabulary."""
+        """Load the model's tokenizer into the grammar library, on a thread, and return when it is loaded. The library
+        holds the interpreter's lock during this time, for about a second with a large vocabulary."""
         if not self._model.grammar_refusal:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._read_tokenizer)
 
@@ -91,8 +91,8 @@ class GrammarChecks(Observer):
 
     @property
     def refusal(self) -> str:
-        """The reason why the server supports no structured output (outputs that match a grammar), or an empty string.
-        The reason may be in the model, the tokenizer or the worker."""
+        """The reason why the server does not support structured output (output that matches a grammar), or an empty
+        string. The model, the tokenizer or the worker may be the cause."""
         return self._model.grammar_refusal or self._tokenizer_fault or self._worker_fault
 
     @property
@@ -106,8 +106,8 @@ class GrammarChecks(Observer):
         return len(self._verdicts)
 
     def worker_changed(self, capacity: WorkerCapacity | None) -> None:
-        """Compare a new worker's version of the grammar library with the version in this process. The loss of a worker
-        (None) changes nothing, because the same worker may return."""
+        """Compare a new worker's version of the grammar library with the version in this process. If `capacity` is
+        None, the worker was lost; do nothing, because the same worker may return."""
         if capacity is None or self._model.grammar_refusal:
             return
         self._worker_fault = _worker_fault(capacity.grammar_version)
@@ -115,8 +115,8 @@ class GrammarChecks(Observer):
             logger.warning("structured output is refused: %s", self._worker_fault)
 
     async def check(self, grammar: Grammar, tenant: str) -> None:
-        """Check that a tenant's grammar can be compiled, and return if it can. Raise RefusedError if the grammar is
-        invalid, if the server supports no grammars now, or if too many grammars wait to be checked."""
+        """Check that a tenant's grammar can be compiled. Return without a value if it can. Raise RefusedError if the
+        grammar is invalid, if the server does not support grammars now, or if too many grammars wait to be checked."""
         self.check_served(grammar)
         text = grammar.text.encode()
         key = (grammar.kind, grammar.end_token_ids, sha256(text).digest())
@@ -139,8 +139,9 @@ class GrammarChecks(Observer):
 
     @asynccontextmanager
     async def _turn(self, tenant: str, key: _Key, size: int) -> AsyncIterator[_TenantGrammars]:
-        """Wait for the tenant's earlier checks of the same grammar, and run the block as the next check of this
-        grammar. Raise RefusedError if too many grammars wait to be checked."""
+        """A context manager for the block that checks a tenant's grammar. Before the block begins, it waits until the
+        tenant's earlier checks of the same grammar have ended. Raise RefusedError if too many grammars wait to be
+        checked."""
         turns = self._turns.get(tenant) or _TenantGrammars()
         if key not in turns.waiting and len(turns.waiting) >= MAX_TENANT_WAITING:
             raise RefusedError(
@@ -163,9 +164,9 @@ class GrammarChecks(Observer):
                     del self._turns[tenant]
 
     async def _first_verdict(self, grammar: Grammar, key: _Key, turns: _TenantGrammars) -> str:
-        """Return the cached result if the same grammar was checked meanwhile. Otherwise wait for the tenant's other
-        grammars and compile this grammar. The result is the reason why the grammar cannot be used, or an empty
-        string."""
+        """Return the reason why a grammar cannot be used, or an empty string if it can. Use the cached result if the
+        same grammar was checked in the meantime. Otherwise wait for the check of the tenant's other grammars, then
+        compile this grammar."""
         if key not in self._verdicts:
             async with turns.lock:
                 if key not in self._verdicts:  # another tenant may have sent the same grammar
@@ -203,8 +204,8 @@ class GrammarChecks(Observer):
         self._tokenizer_json = None
 
     def _compile_on_thread(self, grammar: Grammar) -> tuple[float, str]:
-        """Compile a grammar in another process and wait for the result. Return two values: the duration in seconds, and
-        the reason why the grammar cannot be used. The reason is an empty string if the grammar is valid."""
+        """Compile a grammar in another process and wait for the result. Return a tuple: the duration in seconds, and
+        the reason why the grammar cannot be used, which is an empty string if the grammar is valid."""
         assert self._trials is not None, "no grammar is checked where the tokenizer cannot be read"
         began = time.perf_counter()
         verdict = self._trials.run(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)
@@ -217,8 +218,8 @@ def _field_of(grammar: Grammar) -> str:
 
 
 def _worker_fault(grammar_version: str) -> str:
-    """Return the reason why a worker with this version of the grammar library cannot be used for grammars, or an empty
-    string. `grammar_version` is empty if the worker supports no grammars."""
+    """Return the reason why the server cannot use grammars with a worker that has this version of the grammar library,
+    or an empty string if it can. `grammar_version` is empty if the worker supports no grammars."""
     if not grammar_version:
         return "the worker supports no grammars; its log has the reason"
     if grammar_version != version():

@@ -43,11 +43,11 @@ class Intake:
         abort_elsewhere: Callable[[str, str, Call], Awaitable[None]] | None = None,
         chats: ChatRules = _NO_RULES,
     ) -> None:
-        """Prepare to accept requests for an engine. The id of a detached request (which runs without a connected
-        client) cannot be used again while `detached` keeps the request. Without `quotas`, tenants have no quotas here.
-        Without `grammars`, the engine checks the grammars of requests. `retention_limit` returns the longest time, in
-        seconds, for which a tenant's request may ask to keep its cached blocks. Without `retention_limit`, the engine
-        limits this time. `abort_elsewhere` aborts a request that this engine does not have."""
+        """Prepare to accept requests for an engine. `detached` contains the detached requests (which run without a
+        connected client); their ids cannot be used again while they are kept. Without `quotas`, tenants have no quotas
+        here. Without `grammars`, the engine checks the grammars of requests. `retention_limit` returns the longest
+        time, in seconds, for which a tenant's request may ask to keep its cached blocks. Without `retention_limit`, the
+        engine limits this time. `abort_elsewhere` is called to abort a request that this engine does not have."""
         self.chats = chats
         self.engine = engine
         self.model = model
@@ -75,8 +75,8 @@ class Intake:
         label: int = 0,
         is_relayed: bool = False,
     ) -> ActiveRequest:
-        """Prepare a client's request and queue it in the engine: `resolve` and then `start`. `call` is the HTTP request
-        or RPC that contained the request. Raise RefusedError if the request is invalid or refused."""
+        """Prepare a client's request and queue it in the engine, by a call of `resolve` and then of `start`. `call` is
+        the HTTP request or RPC that contained the request. Raise RefusedError if the request is invalid or refused."""
         request = await self.resolve(parsed, call, output_mode)
         return self.start(
             parsed, request, call, with_text=with_text, ready_list=ready_list, label=label, is_relayed=is_relayed
@@ -95,10 +95,10 @@ class Intake:
     ) -> ActiveRequest:
         """Queue a request that `resolve` returned. Raise RefusedError if it is refused.
 
-        Without `with_text` the outputs have no text, and stop texts are not detected. If the output consists only of
-        tokens, samples with new tokens are added to the `ready_list`, with labels from `label` on. Any other output
-        goes through the output records, which keep all parts of the output in order. `is_relayed` means that the client
-        detects stop texts itself, and reports how many tokens of each sample it kept.
+        Without `with_text`, the output has no text and stop texts are not detected. If the request asks for tokens
+        only, its samples are added to `ready_list` when they have new tokens. They are labelled with consecutive
+        numbers from `label` on. A request with log-probabilities or a beam search does not use the list. With
+        `is_relayed`, the client detects stop texts itself, and reports how many tokens of each sample it kept.
         """
         sampling = request.sampling
         is_plain = request.beam is None and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None
@@ -136,8 +136,9 @@ class Intake:
         return token_ids if truncation is None else truncation.cut(token_ids, limit)
 
     async def embed(self, parsed: ParsedRequest, call: Call) -> tuple[str, SequenceEnd]:
-        """Run a request for an embedding. Return the request's id and the end of its sequence, which contains the
-        embedding. If the calling task is cancelled, the request is aborted. Raise RefusedError if the request fails."""
+        """Run a request for an embedding. Return a tuple: the request's id, and the end of its sequence, which contains
+        the embedding. If the calling task is cancelled, the request is aborted. Raise RefusedError if the request
+        fails."""
         active = await self.begin(parsed, call, OutputMode.WHOLE, with_text=False)
         try:
             return active.request.request_id, await embedding_end(active)
@@ -168,9 +169,9 @@ class Intake:
                 active.abort()
 
     async def resolve(self, parsed: ParsedRequest, call: Call, output_mode: OutputMode) -> Request:
-        """Return the complete request for the engine, with prompt tokens and a value for every option. The remaining
-        time of `call` determines the deadline of the request. Raise RefusedError if the request is invalid, or if the
-        engine accepts no requests now."""
+        """Validate and tokenize a request, and check its grammar. Return the complete request for the engine, with
+        prompt tokens and a value for every option. Its deadline is derived from the remaining time of `call`. Raise
+        RefusedError if the request is invalid, or if the engine accepts no requests now."""
         deadline = None if call.time_remaining is None else self.engine.clock.now() + call.time_remaining
         if parsed.is_embedding and output_mode is OutputMode.DETACHED:
             raise invalid("request.embed", "an embedding cannot be detached; call Embed and wait for it")
@@ -188,8 +189,8 @@ class Intake:
 
     @contextlib.contextmanager
     def _pending(self, tenant: str) -> Iterator[None]:
-        """Count one more request of the tenant as pending inside the block. The block tokenizes and checks the request.
-        Raise RefusedError if too many requests are pending already."""
+        """A context manager for the block in which a request is tokenized and checked. The request counts as pending
+        for its tenant until the block ends. Raise RefusedError if too many requests are pending already."""
         if self._num_pending >= self._max_pending_calls:
             raise RefusedError(
                 Reason.RESOURCE_EXHAUSTED,
@@ -229,8 +230,8 @@ class Intake:
         ]
 
     def _submit(self, active: ActiveRequest, trace: Mapping[str, str]) -> None:
-        """Check a request against the ids in use and the tenant's quota, and queue it in the engine. Raise RefusedError
-        if the id is in use, if the quota is exceeded, or if the engine refuses the request."""
+        """Queue a request in the engine, after a check of its id and of the tenant's quota. Raise RefusedError if the
+        id is in use, if the quota is exceeded, or if the engine refuses the request."""
         request = active.request
         if request.grammar is not None and self._grammars is not None:
             self._grammars.check_served(request.grammar)  # another worker may have joined since the check

@@ -25,16 +25,16 @@ _TOKEN_BYTES = 40
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """The changes of the prefix cache at one time, as a batch for subscribers. In a snapshot, the events instead
-    describe the whole content of the cache after the batch with this number."""
+    """One or more changes of the prefix cache, sent to subscribers as one batch. A snapshot also has this type: its
+    events describe the whole content of the cache after the batch with the same number."""
 
     sequence_number: int
     events: tuple[KvEvent, ...]
 
 
 class KvEventLog:
-    """A bounded log of batches of KV cache events. The numbers of the batches begin at 1 and increase by 1. The log
-    does no waiting itself: the writer wakes up the waiting readers."""
+    """A bounded log of batches of KV cache events. The batches are numbered from 1 on. The log has no means to wait for
+    a new batch: the writer must wake up the waiting readers."""
 
     def __init__(
         self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES, retention: float = RETENTION
@@ -50,28 +50,28 @@ class KvEventLog:
 
     @property
     def first_start(self) -> int:
-        """The smallest sequence number from which a subscriber can continue, because all later batches are still in the
-        log. The largest such number is `last_sequence_number`."""
+        """The smallest batch number after which a subscriber can continue, because the log still contains all later
+        batches. The largest such number is `last_sequence_number`."""
         return self.last_sequence_number - len(self._batches)
 
     def follow(self) -> None:
-        """Add a subscriber, which reads the batches that are appended to the log from now on."""
+        """Add a subscriber. From now on, new KV cache events must be appended to the log."""
         self._num_followers += 1
 
     def leave(self, now: float) -> None:
-        """Remove a subscriber. Batches are still kept for a limited time, because the subscriber may return. `now` is a
-        time in seconds of any monotonic clock."""
+        """Remove a subscriber. The subscriber may return, so new events are still appended to the log for a limited
+        time. `now` is a time in seconds of any monotonic clock."""
         self._num_followers -= 1
         self._kept_until = now + self._retention
 
     def is_kept(self, now: float) -> bool:
         """Return whether new KV cache events must be appended to the log, because a subscriber is connected or may
-        return. If not, the writer calls `skip` for events that occurred."""
+        return. If the result is False, the writer calls `skip` instead of `append`."""
         return self._num_followers > 0 or now < self._kept_until
 
     def skip(self) -> None:
-        """Record that KV cache events occurred that were not appended. All batches in the log are dropped, because a
-        subscriber could not continue from them without a gap."""
+        """Record that KV cache events occurred that are not in the log. All batches in the log are dropped, because
+        they are of no use to a subscriber with a gap after them."""
         self.last_sequence_number += 1
         self._batches.clear()
         self.num_bytes = 0
@@ -101,8 +101,8 @@ def _num_bytes(events: Sequence[KvEvent]) -> int:
 
 
 class KvEvents:
-    """The events of a scheduler's KV cache: blocks stored in, and removed from, the prefix cache. The events are kept
-    in a log while the log has subscribers, and are otherwise only counted."""
+    """The events of a scheduler's KV cache: blocks stored in the prefix cache, and blocks removed from it. The events
+    are written to a log if a subscriber is connected or may return. Otherwise they are only counted."""
 
     def __init__(
         self,
@@ -119,7 +119,8 @@ class KvEvents:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Keep the KV cache's events in the log inside the block, in which a subscriber reads them."""
+        """A context manager for a block in which a subscriber reads the KV cache's events. The events are written to
+        the log while the block runs."""
         self.take()
         self._log.follow()
         try:
@@ -128,27 +129,27 @@ class KvEvents:
             self._log.leave(self._clock.now())
 
     def snapshot(self) -> KvEventBatch:
-        """Return the whole content of the prefix cache as one batch. Its number is the number of the last batch in the
-        log, after which a subscriber continues."""
+        """Return the whole content of the prefix cache as one batch. The batch has the number of the last batch in the
+        log, so that a subscriber can continue with `after`."""
         self.take()
         return KvEventBatch(self._log.last_sequence_number, tuple(self._scheduler.kv_snapshot()))
 
     @property
     def starts(self) -> tuple[int, int]:
-        """The smallest and the largest batch number from which a subscriber can continue with `after`."""
+        """The smallest and the largest batch number that a subscriber can pass to `after`."""
         return self._log.first_start, self._log.last_sequence_number
 
     async def after(self, sequence_number: int) -> KvEventBatch | None:
-        """Wait for the batch of events that follows the batch with this number, and return it. Return None if there
-        will be no more batches because the server shuts down. Raise LookupError if the batch is no longer kept, or if
-        no batch with this number exists yet."""
+        """Wait for the batch of events that follows the batch with this number, and return it. Return None if the
+        server shuts down, because no more batches follow. Raise LookupError if the log no longer contains the batch, or
+        if no batch with this number exists yet."""
         while (batch := self._log.after(sequence_number)) is None and not self._has_ended:
             await self._log_grew.wait()
         return batch
 
     def take(self) -> None:
-        """Collect the new KV cache events from the scheduler core. Append them to the log if it has subscribers, and
-        count them by type."""
+        """Collect the new KV cache events from the scheduler core, and count them by type. Append them to the log if a
+        subscriber is connected or may return."""
         if self._log.is_kept(self._clock.now()):
             events = self._scheduler.take_kv_events()
             counts = Counter(map(type, events))

@@ -23,8 +23,8 @@ class Observer:
 
     def submission(self, request: Request, trace_headers: Mapping[str, str]) -> AbstractContextManager[Request]:
         """Return the context manager in which the step loop submits a request to the scheduler core. Its value is the
-        request, to which it may have added a span of the distributed trace in `trace_headers`. An exception in the
-        block means that the request is refused."""
+        request that is submitted. An observer may add a span of the distributed trace in `trace_headers` to it. If the
+        block raises an exception, the request was refused."""
         return nullcontext(request)
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
@@ -32,8 +32,8 @@ class Observer:
         loop's clock."""
 
     def step_finished(self, result: StepResult, num_computed_prompt_tokens: int) -> None:
-        """Called when the worker's result of a step has been processed. `num_computed_prompt_tokens` is a total since
-        the start: the number of prompt tokens, of all sequences, that were not found in the prefix cache."""
+        """Called when the worker's result of a step has been processed. `num_computed_prompt_tokens` is the number of
+        prompt tokens, of all sequences since the start, that were not found in the prefix cache."""
 
     def first_token_after(self, seconds: float) -> None:
         """Called when the first output token of a sequence was computed, `seconds` after the arrival of its request."""
@@ -49,8 +49,8 @@ class Observer:
 
 
 class Observers:
-    """The methods to call for each event of the step loop. An observer is called only for the events whose method it
-    overrides."""
+    """The observers of the step loop, as one list of methods for each event. A list contains only the methods that an
+    observer overrides, so that the other observers cost no time."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.submission = _overriding(Observer.submission, observers)

@@ -51,13 +51,15 @@ class OutputDecoder(Protocol):
     their text."""
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, str | None, int]:
-        """Decode the next output tokens. Return three values. The first is the new text that later tokens cannot
-        change. The second is the stop text that ended the output, or None. The third is the number of given tokens that
-        belong to the output."""
+        """Decode the next output tokens of the sample.
+
+        Return a tuple: the new text, which later tokens cannot change; the stop text that ended the output, or None;
+        and the number of given tokens that belong to the output.
+        """
 
     def flush(self) -> tuple[str, str | None, int]:
-        """Return the text that the decoder still held back at the end of an output, and the stop text in this text or
-        None. The third item of the result is not used."""
+        """Decode the text that the decoder still held back at the end of an output. Return a tuple: this text; the stop
+        text that it contains, or None; and an unused number."""
 
 
 class TextBlocks:
@@ -97,9 +99,8 @@ class TextBlocks:
 
 
 class LogprobColumns(Sequence[TokenLogprobs]):
-    """A compact sequence of token log-probabilities, stored in arrays of numbers. It is used for outputs that are kept
-    in memory for long. An entry takes a few bytes, while an entry made of Python objects would take hundreds of
-    bytes."""
+    """A sequence of token log-probabilities that is stored compactly in arrays of numbers. Outputs that remain in
+    memory for long use it. An entry takes a few bytes; as Python objects it would take hundreds of bytes."""
 
     def __init__(self) -> None:
         self._ranks = array("I")  # one per position
@@ -142,11 +143,11 @@ class LogprobColumns(Sequence[TokenLogprobs]):
 
 
 class SampleRecord:
-    """The output of one sample of a request so far: its tokens, text, log-probabilities and end. The record contains
-    each token once, in order, and exactly one end (invariant S6).
+    """The output of one sample of a request so far: its tokens, text, log-probabilities and end. Invariant S6: the
+    record contains each token once, in order, and exactly one end.
 
-    A token of an output that is kept takes about 16 bytes. With log-probabilities it takes 20 bytes more, and 12 bytes
-    for each of the most likely tokens.
+    If the output is kept for further readers, a token takes about 16 bytes of memory. With log-probabilities it takes
+    20 bytes more, and 12 bytes for each of the most likely tokens.
     """
 
     def __init__(
@@ -163,8 +164,8 @@ class SampleRecord:
     ) -> None:
         """Create an empty record for the sample with this index in its request. Without a `decoder`, the text of the
         output is empty. `label` identifies the sample in a ready list. With `keep_stop_token_text`, the output's text
-        includes the text of the token that ends the output. With `is_kept`, the output can be read again after it was
-        read. `is_whole` means that the output is read once, at its end."""
+        includes the text of the token that ends the output. With `is_kept`, the output remains in memory for further
+        readers. With `is_whole`, it is read only once, when it is complete."""
         self.index = index
         self.label = label
         self.sequence_id = -1  # the engine's id, once the request is queued
@@ -203,7 +204,7 @@ class SampleRecord:
 
     @property
     def num_bytes(self) -> int:
-        """The estimated memory of an output that is kept, in bytes."""
+        """The estimated memory of this record, in bytes, if the output is kept for further readers."""
         columns = (self._logprobs, self._prompt_logprobs)
         in_columns = sum(each.num_bytes for each in columns if isinstance(each, LogprobColumns))
         return _BASE_BYTES + 16 * len(self._token_ids) + self._text.num_bytes + in_columns
@@ -218,9 +219,9 @@ class SampleRecord:
         self.last_token_at = now
 
     def finish(self, end: SequenceEnd) -> None:
-        """Record the end of a sample's output. `end` states the number of output tokens. If a stop text ended the
-        output, more tokens may have been published; the tokens beyond this number are dropped. Raise RuntimeError if
-        the output has already ended, or if fewer tokens than this number were published."""
+        """Record the end of a sample's output. `end` contains the final number of output tokens. Drop published tokens
+        beyond this number, which exist if a stop text ended the output. Raise RuntimeError if the output has already
+        ended, or if fewer tokens than this number were published."""
         if self.published_end is not None:
             raise RuntimeError(f"sequence {end.sequence_id} ended twice")
         if end.num_output_tokens > self.num_published:
@@ -242,9 +243,9 @@ class SampleRecord:
         cumulative_logprob: float | None = None,
         end: SequenceEnd | None = None,
     ) -> None:
-        """Publish several output tokens of a sample, their log-probabilities, and the end of the output.
-        `cumulative_logprob` is the total log-probability of a beam search hypothesis. The tokens of a hypothesis have
-        no log-probabilities of their own."""
+        """Publish several output tokens of a sample, their log-probabilities, and optionally the end of the output. For
+        a hypothesis of a beam search, `cumulative_logprob` is the total log-probability, because its tokens have no
+        log-probabilities of their own."""
         self._new_token_ids += token_ids
         self.num_published += len(token_ids)
         self.new_logprobs += logprobs
@@ -257,8 +258,9 @@ class SampleRecord:
     # Processing
 
     def pop_plain_tokens(self) -> list[int] | None:
-        """Return the new output tokens of a sample if only tokens are new, otherwise None. The caller sends the
-        returned tokens to the client directly, so the readers of this record do not receive these tokens."""
+        """Remove and return the new output tokens, so that the caller can send them to the client directly. Readers of
+        this record do not receive these tokens. Return None if there is other new output too: log-probabilities or the
+        end."""
         if self.published_end is not None or self.new_logprobs or self.new_prompt_logprobs:
             return None
         token_ids, self._new_token_ids = self._new_token_ids, []
@@ -267,9 +269,9 @@ class SampleRecord:
         return token_ids
 
     def process_output(self) -> None:
-        """Decode the published tokens of a sample to text, and look for stop texts, so that readers can read the new
-        output. The end of the output is processed together with the last token or alone. All text that was held back is
-        released with the end."""
+        """Decode the published tokens to text and look for stop texts, so that readers can read the new output. The end
+        of the output is processed together with the last token, or alone. At the end, the decoder releases all text
+        that it held back."""
         self.is_queued = False
         self.is_over = self.published_end is not None
         if self.num_tokens < self._num_passed:
@@ -292,8 +294,8 @@ class SampleRecord:
     # Reading
 
     def has_more(self, first_token: int) -> bool:
-        """Return whether a reader that has read all tokens before `first_token` has anything left to read: tokens, text
-        or the end of the output."""
+        """Return whether a reader has anything left to read: tokens, text or the end of the output. The reader has read
+        all tokens before index `first_token`."""
         if first_token < self.num_tokens or self.end is not None:
             return True
         return self._chars_before(first_token) < self._text.num_chars
@@ -315,14 +317,14 @@ class SampleRecord:
         return self._ended(delta, self.end) if is_last and self.end is not None else delta
 
     def prompt_delta(self, first: int, count: int) -> Delta:
-        """Return a delta with the log-probabilities of `count` prompt tokens, beginning with the prompt log-probability
-        of index `first`."""
+        """Return a delta with the log-probabilities of `count` prompt tokens. `first` is the index of the first of them
+        among all prompt log-probabilities."""
         start = first - self._first_prompt_logprob
         return Delta(self.index, self.first_token, (), prompt_logprobs=self._prompt_logprobs[start : start + count])
 
     def forget(self) -> None:
-        """Discard all items of the output so far, because its only reader has read them. Do nothing if the output is
-        kept for further readers."""
+        """Free the memory of all output that the only reader has read. Do nothing if the output is kept for further
+        readers."""
         if self._is_kept:
             return
         self.first_token = self.num_tokens
@@ -338,7 +340,7 @@ class SampleRecord:
 
     def _add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], end: SequenceEnd | None = None) -> None:
         """Decode tokens and append them to the output. The text of all these tokens is assigned to the last of them.
-        Tokens after a stop text are dropped. If `end` is given, the output ends or fails after these tokens."""
+        Tokens after a stop text are dropped. If `end` is given, also record the end or failure of the output."""
         if self.stop_text is None:
             num_kept, text = self._decode(token_ids, end)
             if num_kept > 1:
@@ -358,8 +360,8 @@ class SampleRecord:
                 self.end = end
 
     def _decode(self, token_ids: Sequence[int], end: SequenceEnd | None) -> tuple[int, str]:
-        """Decode the next tokens of the output. Return how many of these tokens belong to the output, and the text that
-        the tokens complete."""
+        """Decode the next tokens of the output. Return a tuple: the number of these tokens that belong to the output,
+        and the text that they complete."""
         if self._decoder is None:
             return len(token_ids), ""
         with_text, text = token_ids, ""
@@ -383,26 +385,27 @@ class SampleRecord:
         self._logprobs.extend(entries)
 
     def _chars_before(self, token: int) -> int:
-        """Return the index in the stored text of the output at which the text of the token with index `token`
-        begins."""
+        """Return the position in the stored text at which the text of a token begins. `token` is the index of the token
+        in the output."""
         position = token - self.first_token
         return self._text_ends[position - 1] if position else 0
 
     def _ended(self, delta: Delta, end: SequenceEnd) -> Delta:
-        """Return a copy of `delta` that contains the end of an output that did not fail. If a stop text ended the
-        output, the reason of the end is STOP."""
+        """Return a copy of `delta` that also contains the end of an output that did not fail. If a stop text ended the
+        output, the end reason is STOP."""
         reason, stop_token_id = (end.reason, end.stop_token_id) if self.stop_text is None else (EndReason.STOP, None)
         end = replace(end, reason=reason, stop_token_id=stop_token_id, num_output_tokens=self.num_tokens)
         return delta._replace(end=end, stop_text=self.stop_text, cumulative_logprob=self._cumulative_logprob)
 
 
 class OutputReader:
-    """A reader of the output of one sample. It remembers its position and returns the new output as deltas. An output
-    that is not kept has only one reader."""
+    """A reader of the output of one sample. It remembers its position and returns the new output as deltas. If an
+    output is not kept after reading, it has only one reader."""
 
     def __init__(self, output: SampleRecord, first_token: int = 0, max_tokens: int = MAX_DELTA_TOKENS) -> None:
-        """Begin to read at the output token of index `first_token`. The log-probabilities of prompt tokens are only
-        delivered to a reader with a `first_token` of 0. `max_tokens` is the maximum number of tokens in one delta."""
+        """Create a reader that begins at the output token of index `first_token`. Only a reader that begins at token 0
+        receives the log-probabilities of the prompt's tokens. `max_tokens` is the maximum number of tokens in one
+        delta."""
         self._output = output
         self._max_tokens = max_tokens
         self._next_token = first_token
@@ -410,9 +413,8 @@ class OutputReader:
         self.has_ended = False  # the output is over, and all of it was read
 
     def take(self) -> Iterable[Delta]:
-        """Return the deltas with the output that is new since the previous call, or an empty iterable if nothing is
-        new. A delta counts as read only when the caller has iterated to it. The next call returns the remaining
-        deltas."""
+        """Return the output that is new since the previous call as deltas, or an empty iterable if nothing is new. If
+        the caller stops the iteration early, the next call returns the remaining deltas."""
         output = self._output
         self._next_token = max(self._next_token, output.first_token)  # earlier tokens bypassed the reader
         num_tokens = output.num_tokens - self._next_token
@@ -445,8 +447,8 @@ class OutputReader:
 
 @dataclass(slots=True, eq=False)
 class ReadyList:
-    """A list of samples of many requests that have new output, for one reader such as a GenerateMany call. The reader
-    takes the samples at its own pace."""
+    """A list of samples that have new output, for one reader of many requests, such as a GenerateMany call. The reader
+    empties the list when it is able to send more."""
 
     on_news: Callable[[], None]  # called on the event loop when `outputs` is no longer empty
     outputs: list[SampleRecord] = field(default_factory=list)  # with new items
@@ -456,22 +458,22 @@ class ReadyList:
         return outputs
 
     def put_back(self, outputs: Sequence[SampleRecord]) -> None:
-        """Put back samples that the reader took but did not read. They are the first samples that the next call of
-        `take` returns."""
+        """Put back samples from which the caller has not read the new output. The next call of `take` returns them
+        first."""
         self.outputs[:0] = outputs
 
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Two counters of output tokens: the tokens that clients received, and the tokens that were computed but discarded,
-    for example after a stop text."""
+    """Two counters of output tokens: tokens that clients kept, and tokens that were computed but discarded, for example
+    after a stop text."""
 
     num_kept: int = 0
     num_discarded: int = 0
 
     def count_kept_tokens(self, output: SampleRecord, num_kept: int) -> None:
-        """Count the output tokens of a sample that is over. `num_kept` is the number of tokens that the client kept.
-        The remaining tokens of the sample count as discarded."""
+        """Add the output tokens of an ended sample to the two counters. `num_kept` is the number of tokens that the
+        client kept; the remaining tokens count as discarded."""
         num_kept = min(num_kept, output.num_published)
         self.num_kept += num_kept
         self.num_discarded += output.num_published - num_kept

@@ -43,9 +43,9 @@ class Truncation:
     keeps_first: bool = False  # else keeps the last tokens
 
     def cut(self, token_ids: Sequence[int], max_sequence_tokens: int) -> Sequence[int]:
-        """Return the prompt tokens that are kept: at most `max_tokens` tokens from the beginning or the end of the
-        prompt. Without `max_tokens`, return the tokens that leave room for one output token in a sequence of
-        `max_sequence_tokens` tokens."""
+        """Shorten a prompt to at most `max_tokens` tokens, from its beginning or its end, and return these tokens.
+        Without `max_tokens`, keep as many tokens as fit into a sequence of `max_sequence_tokens` tokens with one output
+        token."""
         most = max_sequence_tokens - 1 if self.max_tokens is None else self.max_tokens
         if len(token_ids) <= most:
             return token_ids
@@ -66,16 +66,16 @@ class ParsedRequest:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether the request is for an embedding. In this case the hidden states of the prompt are computed and
-        pooled, and no tokens are generated."""
+        """Whether the request is for an embedding. If it is, the hidden states of the prompt are computed and pooled,
+        and no tokens are generated."""
         return self.request.sampling.pooling is not Pooling.NONE
 
     def with_prompt(
         self, prompt: str | tuple[int, ...], request_id: str, seed: int | None, model: ModelInfo
     ) -> "ParsedRequest":
-        """Return a copy of the parsed request with another request id, prompt and seed. If `seed` is None, the copy has
-        a random seed. The copies share the options, so the options of several prompts are parsed only once. Raise
-        RefusedError if the id or the prompt is invalid."""
+        """Return a copy of the parsed request with another request id, prompt and seed. A client's call with several
+        prompts becomes several such copies, so its options are parsed only once. If `seed` is None, the copy has a
+        random seed. Raise RefusedError if the id or the prompt is invalid."""
         check_request_id(request_id)
         _check_text(prompt, model)
         request = replace(self.request, request_id=request_id, seed=_seed_or_random(seed))
@@ -84,10 +84,10 @@ class ParsedRequest:
     def fit(
         self, token_ids: Sequence[int], model: ModelInfo, max_sequence_tokens: int, deadline: float | None
     ) -> Request:
-        """Return the complete request for the engine, with its prompt tokens, maximum output length and deadline.
-        Prompt and output together have at most `max_sequence_tokens` tokens. `deadline` is a time of the engine's clock
-        in seconds. Raise RefusedError if the prompt or the requested output does not fit, or if the requested
-        log-probabilities take too much memory."""
+        """Complete the request for the engine and return it: with its prompt tokens, its maximum output length and its
+        deadline. Prompt and output together have at most `max_sequence_tokens` tokens. `deadline` is a time of the
+        engine's clock in seconds. Raise RefusedError if the prompt or the requested output is too long, or if the
+        requested log-probabilities use too much memory."""
         prompt = self._fit_prompt(token_ids, model, max_sequence_tokens)
         max_tokens = 0 if self.is_embedding else self._fit_output(len(prompt), max_sequence_tokens)
         request = replace(self.request, prompt_token_ids=prompt, max_tokens=max_tokens, deadline=deadline)
@@ -102,9 +102,9 @@ class ParsedRequest:
         return request
 
     def _fit_prompt(self, token_ids: Sequence[int], model: ModelInfo, max_sequence_tokens: int) -> tuple[int, ...]:
-        """Check the prompt's tokens and return them as a tuple. `token_ids` may be a field of a protobuf message, which
-        is copied only after its length was checked. Raise RefusedError if the prompt is empty, is too long or contains
-        a token id outside of the vocabulary."""
+        """Check the prompt's tokens and return them as a tuple. Raise RefusedError if the prompt is empty, is too long
+        or contains a token id that is not in the vocabulary. `token_ids` may be a field of a protobuf message; its
+        length is checked before it is copied."""
         is_text = isinstance(self.prompt, str)
         field = "text" if is_text else "token_ids.ids"
         if not token_ids:
@@ -134,9 +134,9 @@ class ParsedRequest:
 
 
 def all_logprobs_bytes(request: Request) -> dict[str, int]:
-    """Return the estimated memory, in bytes, of the log-probabilities of a request that asks for the whole vocabulary
-    at each position. The result maps each option that asks for this to its bytes, and is empty for other requests.
-    Streamed requests are limited too, because each token then has a large event."""
+    """Estimate the memory of the log-probabilities of a request that asks for the whole vocabulary at each position.
+    Return a mapping from each such option to bytes; it is empty for other requests. The limit also applies to streamed
+    requests, because each of their tokens then has a large event."""
     sampling = request.sampling
     asked = {
         "prompt_logprobs": (len(request.prompt_token_ids), sampling.num_prompt_logprobs),
@@ -219,8 +219,8 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_names(request: Request) -> None:
-    """Raise RefusedError if the id of the request or one of its names (tenant, cache salt, session id) is too long, or
-    if its retention hint is 0."""
+    """Raise RefusedError if the request's id, tenant, cache salt or session id is too long, or if its retention hint is
+    0."""
     check_request_id(request.request_id)
     for field, limit in _MAX_NAME_CHARS.items():
         length = len(getattr(request, field))
@@ -280,9 +280,9 @@ def _read_sampling(
 def num_candidates(
     sampling: SamplingParams, beam: BeamParams | None, grammar: Grammar | None, model: ModelInfo
 ) -> int | None:
-    """Return how many of the most likely next tokens a beam search considers for each beam in a step. Return None if
-    the request has no beam search. The number is large enough for beams to continue even if all stop tokens are among
-    these tokens (after transformers)."""
+    """Return the number of most likely next tokens that a beam search considers for one sequence in a step. Return None
+    if the request has no beam search. The number is chosen, as in transformers, so that beams can continue even if all
+    stop tokens are among these tokens."""
     if beam is None:
         return None
     end_token_ids = {*sampling.stop_token_ids, *(grammar.end_token_ids if grammar is not None else ())}
@@ -294,7 +294,7 @@ def _resolved_number(number: int | None, model: ModelInfo) -> int | None:
 
 
 def check_tokens(options: Options, model: ModelInfo) -> None:
-    """Raise RefusedError if the sampling options contain a token id that is not in the model's vocabulary."""
+    """Raise RefusedError if a client's sampling options contain a token id that is not in the model's vocabulary."""
     for field in ("stop_token_ids", "logprob_token_ids"):
         for position, token_id in enumerate(options.get(field, ())):
             check_token_id(f"sampling.{field}[{position}]", token_id, model)
@@ -303,7 +303,7 @@ def check_tokens(options: Options, model: ModelInfo) -> None:
 
 
 def _read_beam(options: Options) -> BeamParams | None:
-    """Return the parameters of the beam search that the sampling options request, or None if they request no beam
+    """Return the parameters of the beam search that a client's options request, or None if they request no beam
     search."""
     if "beam_width" not in options:
         return None
@@ -315,8 +315,8 @@ def _read_beam(options: Options) -> BeamParams | None:
 
 
 def _read_grammar(options: Options, model: ModelInfo) -> Grammar | None:
-    """Return the grammar that the sampling options request for the output, or None if they request no grammar. The
-    content of the grammar is checked later. Raise RefusedError if the model supports no grammars."""
+    """Return the grammar that the output must match, or None if a client's options contain no grammar. The text of the
+    grammar is checked later. Raise RefusedError if the model supports no grammars."""
     kind = grammar_kind(options)
     if kind is None:
         return None
@@ -326,7 +326,7 @@ def _read_grammar(options: Options, model: ModelInfo) -> Grammar | None:
 
 
 def read_stop(options: Options, model: ModelInfo) -> tuple[str, ...]:
-    """Return the stop texts in the sampling options. Raise RefusedError if there are stop texts but the model has no
+    """Return the stop texts in a client's options. Raise RefusedError if there are stop texts but the model has no
     tokenizer, because stop texts are found in the decoded output."""
     stop = tuple(options.get("stop", ()))
     if stop and model.tokenizer_path is None:
@@ -337,7 +337,7 @@ def read_stop(options: Options, model: ModelInfo) -> tuple[str, ...]:
 
 
 def refuse(faults: Iterable[Fault]) -> None:
-    """Raise RefusedError for the first of the faults that were found in a request's options. Do nothing without
+    """Raise RefusedError for the first fault that was found in a request's options. Do nothing if there are no
     faults."""
     for fault in faults:
         raise invalid(f"sampling.{fault.field}", fault.text)

@@ -17,11 +17,10 @@ _PIECE_TOKENS = PIECE_SIZE // _TOKEN_BYTES  # per turn: a decoder holds the inte
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """Limits on the texts in requests, in bytes of UTF-8.
+    """Limits on the sizes of texts in requests, in bytes of UTF-8.
 
-    `max_prompt` limits one prompt. `max_waiting` limits all texts, conversations and lists of tokens that wait to be
-    processed. `max_tenant_waiting` is the limit for the waiting texts of one tenant, so that no tenant can shut out the
-    others.
+    `max_prompt` limits one prompt. `max_waiting` limits the total size of all texts, conversations and token lists that
+    wait to be processed. `max_tenant_waiting` limits this size for one tenant, so that other tenants always have room.
     """
 
     max_prompt: int = 1024 * 1024
@@ -50,9 +49,9 @@ class PromptTexts:
         field: str = "text",
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the token ids of a prompt's text. The sequence, with at least one output token, may have
-        `max_sequence_tokens` tokens. `field` is the path of the request field that contains the text, for error
-        messages. Raise RefusedError if the text is too long or cannot be tokenized."""
+        """Tokenize a prompt's text and return its token ids. `max_sequence_tokens` is the maximum number of tokens of
+        the sequence, including at least one output token. `field` is the path of the request field that contains the
+        text, for error messages. Raise RefusedError if the text is too long or cannot be tokenized."""
         return await self.encode_then(
             _unchanged, text, tenant, max_sequence_tokens, field=field, add_special_tokens=add_special_tokens
         )
@@ -67,9 +66,9 @@ class PromptTexts:
         field: str,
         add_special_tokens: bool,
     ) -> _Result:
-        """Tokenize a prompt's text and call `then` with the token ids on the same thread. Return the result of `then`.
-        The token ids, which take 36 bytes each as a list, therefore never wait for another turn of the thread. Raise
-        RefusedError if the text is too long or cannot be tokenized."""
+        """Tokenize a prompt's text on a thread and call `then` with the token ids on the same thread. Return the result
+        of `then`. A list of token ids takes 36 bytes for each token; with this method no list has to wait for another
+        turn of a thread. Raise RefusedError if the text is too long or cannot be tokenized."""
         size = len(text.encode())
         self._check_size(size, max_sequence_tokens, field)
         is_long = size > PIECE_SIZE
@@ -90,9 +89,9 @@ class PromptTexts:
         return made
 
     async def decode(self, token_ids: Sequence[int], tenant: str, *, skip_special_tokens: bool) -> str:
-        """Return the text of token ids, which must be in the vocabulary. A long list is decoded in pieces, and the
-        tenant waits for its turn before each piece. Raise RefusedError if too many bytes of texts wait to be
-        processed."""
+        """Decode token ids to text and return it. The ids must be in the vocabulary. A long list is decoded in pieces,
+        so that other tenants can use the thread between two pieces. Raise RefusedError if too many bytes of texts wait
+        to be processed."""
         size, texts = len(token_ids) * _TOKEN_BYTES, []
         if size <= PIECE_SIZE:
             whole = partial(self._tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
@@ -105,8 +104,8 @@ class PromptTexts:
         return "".join(texts) + decoder.flush()
 
     def _check_size(self, size: int, max_sequence_tokens: int, field: str) -> None:
-        """Raise RefusedError if a prompt's text of `size` bytes exceeds the limit for a prompt, or if it must have
-        `max_sequence_tokens` tokens or more."""
+        """Check the size of a prompt's text, in bytes, before it is tokenized. Raise RefusedError if `size` exceeds the
+        limit for a prompt, or if a text of this size always has `max_sequence_tokens` tokens or more."""
         overflow = None if max_sequence_tokens == ANY_NUMBER else ContextOverflow(max_sequence_tokens)
         if size > self._limits.max_prompt:
             raise invalid(

@@ -65,11 +65,11 @@ _CLOSE_TIMEOUT = 2.0  # seconds
 
 
 class Recorder:
-    """A writer of a recording file, which contains every event that enters the scheduler core. It writes to the file on
-    a separate thread.
+    """A writer of a recording file, which contains every event that enters the scheduler core. A separate thread writes
+    to the file, so that recording never delays requests.
 
-    Recording never delays serving. If writing fails, or if too many bytes wait to be written, the recording ends. The
-    last line of the file says so, if it can still be written.
+    If writing fails, or if too many bytes wait to be written, the recording ends early. Its last line says so, if the
+    line can still be written.
     """
 
     def __init__(self, path: str, options: SchedulerOptions) -> None:
@@ -113,8 +113,8 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Pass the pending lines of the recording to the writer thread. End the recording if the thread had to drop
-        bytes."""
+        """Give the pending lines of the recording to the writer thread. If the thread had to drop bytes, end the
+        recording."""
         if self._writer is not None and self._pending:
             self._writer.put("\n".join([*self._pending, ""]).encode("ascii"))
             if self._writer.num_dropped:
@@ -143,24 +143,24 @@ class Recorder:
         return self._writer is not None and self._writer.flush(timeout)
 
     def _end(self) -> None:
-        """Let the writer thread end after it has written the waiting bytes. If the file accepts no bytes, it remains
-        open for the thread."""
+        """End the recording. The writer thread ends after it has written the remaining bytes. If the file accepts no
+        bytes, the file stays open for the thread."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
 
 def _missing_events_line(num_lines: int) -> bytes:
-    """Return the line of a recording, as bytes, that stands for missing events and contains their number."""
+    """Return the last line of an incomplete recording, as bytes. It contains the number of missing events."""
     return f"{encode({_MISSING: num_lines})}\n".encode()
 
 
 def record(scheduler: Scheduler, recorder: Recorder) -> Scheduler:
-    """Record every event that enters the scheduler core from now on, with its outcome. The methods of the given
-    scheduler are replaced by recording ones. Return the scheduler.
+    """Replace the methods of a scheduler with methods that also record each call and its outcome. Return the same
+    scheduler.
 
-    The cost, measured on one core, is about 80 us a step at 256 decoding rows, compared to 185 us for the scheduler's
-    core. Most of this time is spent on encoding the result's tokens and on the digest of the outputs.
+    Recording takes about 80 us in each step with 256 decoding sequences, measured on one core; the scheduler core
+    itself takes 185 us. Most of the time is spent on encoding the result's tokens and on the digest of the outputs.
     """
     for name in EVENTS:
         setattr(scheduler, name, partial(_perform, scheduler, recorder, name, getattr(scheduler, name)))
@@ -187,8 +187,8 @@ def _perform(scheduler: Scheduler, recorder: Recorder, name: str, event: Callabl
 
 
 def outcome(value: StepPlan | TokenOutputs | list[int] | None) -> Any:
-    """Return the form in which a recording stores the return value of a scheduler event. A plan becomes a hash and the
-    plan's fields, outputs for clients become a hash, and other values stay the same."""
+    """Return the form in which a recording stores the return value of a scheduler event. For a plan, it is a hash and
+    the plan's fields. For outputs for clients, it is a hash. Other values stay the same."""
     if isinstance(value, StepPlan):
         return _plan_outcome(value)
     if isinstance(value, TokenOutputs):
@@ -225,7 +225,7 @@ def _pack(*columns: Sequence[int]) -> bytes:
 
 def _encode(value: Any) -> Any:
     """Convert a value that the JSON encoder does not support to a value that it supports. A dataclass becomes a dict
-    without the fields that have their default value. Raise TypeError if the type is not supported."""
+    that omits fields with their default value. Raise TypeError if the type is not supported."""
     if is_dataclass(value):
         data_type: type = type(value)
         found = ((name, getattr(value, name), default) for name, default in _defaults(data_type))
@@ -281,8 +281,8 @@ class RecordingError(Exception):
 
 
 class CutShortError(Exception):
-    """Raised if a recording can only be replayed up to the event before `number`, because the file is incomplete from
-    there on. The message is the reason."""
+    """Raised if a recording is incomplete, so that only the events before event `number` can be replayed. The message
+    is the reason."""
 
     def __init__(self, number: int, reason: str) -> None:
         super().__init__(reason)
@@ -291,8 +291,9 @@ class CutShortError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event of a recording: a call of a method of the scheduler core. `number` is the position of the event in the
-    recording, from 1 on. `now` is the time of the call in seconds. `outcome` is the recorded outcome of the call."""
+    """One event of a recording: a call of a method of the scheduler core. `number` is its position in the recording,
+    which begins at 1. `now` is the time of the call in seconds. `outcome` is the recorded form of the return value or
+    exception."""
 
     number: int
     name: str
@@ -302,11 +303,11 @@ class Event:
 
 
 class RecordingReader:
-    """A reader of one recording file, which can be read once from the beginning to the end."""
+    """A reader of a recording file. It reads the file once, from the beginning to the end."""
 
     def __init__(self, file: IO[str]) -> None:
-        """Read the header of a recording file. Raise RecordingError if the header is invalid, or if the recording has
-        another format version than this program."""
+        """Read the header of a recording file. Raise RecordingError if the header is invalid, or if the recording was
+        written in another version of the format."""
         try:
             header = json.loads(file.readline(_MAX_HEADER_CHARS))
             version = header["pagewire_recording"]

@@ -12,8 +12,9 @@ MAX_MESSAGE_BYTES = 1200
 
 
 class Reason(Enum):
-    """The kinds of refusals and failures of requests. Each kind has a gRPC status code, an HTTP status and a retry
-    delay. The retry delay is the number of seconds after which a retry may succeed, or 0 if a retry cannot succeed."""
+    """The kinds of errors with which requests are refused or fail. Each kind has a gRPC status code, an HTTP status and
+    a retry delay. The retry delay is the time in seconds after which a client may retry, or 0 if a retry cannot
+    succeed."""
 
     CANCELLED = 1, 499, 0
     INVALID_ARGUMENT = 3, 400, 0
@@ -54,19 +55,17 @@ OF_END = {
 
 
 class ContextOverflow(NamedTuple):
-    """The sizes of a prompt that does not fit into the model's context, alone or with the requested output. It is sent
-    to clients, so that an agent compacts its conversation."""
+    """The sizes of a prompt that does not fit into the model's context, alone or together with the requested output. An
+    error contains them, so that an agent can shorten its conversation."""
 
     max_tokens: int  # limit on prompt and output together
     num_tokens: int | None = None  # requested; None: the prompt is too large to be counted
 
 
 class RefusedError(Exception):
-    """An error that refuses or fails a client's request. Each API converts it to its own status code.
-
-    The message states the limit, the actual value and the remedy. `field` is the path of the invalid request field, or
-    empty.
-    """
+    """An error with which a client's request is refused or fails. Each API converts it to its own status code. The
+    message contains the limit, the actual value and the remedy. `field` is the path of the invalid request field, or
+    empty."""
 
     def __init__(self, reason: Reason, message: str, field: str = "", overflow: ContextOverflow | None = None) -> None:
         super().__init__(message.encode(errors="replace")[:MAX_MESSAGE_BYTES].decode(errors="ignore"))
@@ -75,23 +74,22 @@ class RefusedError(Exception):
         self.overflow = overflow
 
     def again(self, field: str | None = None) -> "RefusedError":
-        """Return a new error with the same content, and with another field path if `field` is given. The new error has
-        no traceback, because the frames of a traceback would keep the failed request alive."""
+        """Return a copy of the error, with another field path if `field` is given. Raise the copy instead of the error
+        itself: the frames of a traceback would keep the failed request in memory."""
         return RefusedError(self.reason, str(self), self.field if field is None else field, self.overflow)
 
 
 def invalid(field: str, message: str, overflow: ContextOverflow | None = None) -> RefusedError:
-    """Return the RefusedError for a request with an invalid field. `field` is the path of this field."""
+    """Return the error for a request with an invalid field. `field` is the path of this field."""
     return RefusedError(Reason.INVALID_ARGUMENT, message, field, overflow)
 
 
 def unknown(request_id: str) -> RefusedError:
-    """Return the RefusedError for an operation on a running request that does not exist or belongs to another
-    tenant."""
+    """Return the error for an operation on a request that is not running, or that belongs to another tenant."""
     return RefusedError(Reason.NOT_FOUND, f"no request {request_id!r} is running for this tenant", "request_id")
 
 
 def timed_out() -> RefusedError:
-    """Return the RefusedError for a request that has not ended within its client's timeout."""
+    """Return the error for a request that has not ended within its client's timeout."""
     text = "the timeout passed before the request was done; raise it or ask for fewer tokens"
     return RefusedError(Reason.DEADLINE_EXCEEDED, text)

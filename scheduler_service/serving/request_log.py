@@ -17,8 +17,8 @@ _MAX_NAMED = 10  # requests named in a shared line
 
 class RequestLog(Observer):
     def __init__(self, *, logs_all: bool) -> None:
-        """Create a log of ended samples. Samples that failed are always logged. With `logs_all`, samples that ended
-        without failure are logged too."""
+        """Create a log of ended samples. Failed samples are always logged. With `logs_all`, samples that ended normally
+        are logged too."""
         self._logs_all = logs_all
         # The samples that failed in this iteration of the event loop, by reason and message.
         self._failed: dict[tuple[EndReason, str], list[dict[str, Any]]] = {}

@@ -37,8 +37,8 @@ class EpochLink(Protocol):
     lost."""
 
     def send(self, plan: StepPlan) -> None:
-        """Send a plan, which says what the worker computes in one step, to the worker. Do not wait for the
-        transmission."""
+        """Send the plan of a step to the worker. The plan says what the worker computes in the step. Return before the
+        plan has been transmitted."""
 
     def close(self, reason: str) -> None:
         """End the epoch by closing the connection to the worker, for example because the worker violated the protocol.
@@ -46,8 +46,8 @@ class EpochLink(Protocol):
 
 
 class PlanExchange:
-    """The part of the step loop that sends plans (what to compute in a step) to the worker and processes the worker's
-    results. It exists over all epochs (connections of a worker), while each epoch has its own link."""
+    """The part of the step loop that exchanges messages with the worker. It sends plans (each says what to compute in
+    one step) and processes the results. It remains when a worker is lost; the next worker has a new link."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class PlanExchange:
         wake: asyncio.Event,
         clock: Clock,
     ) -> None:
-        """Prepare the exchange of plans and results with a worker. No worker is connected yet. `wake` is an event that
-        wakes up the step loop. It is set when a worker's report or a new connection waits to be processed."""
+        """Prepare the exchange of plans and results with a worker. No worker is connected yet. `wake` is the event for
+        which the step loop waits. The exchange sets it when a worker has connected or sent a report."""
         self._scheduler = scheduler
         self._counters = scheduler.state.counters
         self._publisher = publisher
@@ -88,13 +88,14 @@ class PlanExchange:
         self.availability.worker_joined(capacity, self._scheduler.max_sequence_tokens)
 
     def moved(self, step: int) -> None:
-        """Report that the worker has moved all KV cache blocks, between device and host memory, that the plans up to
-        this step contain. The link must call this method before it passes on a result that acknowledges these moves."""
+        """Report that the worker has finished moving KV cache blocks between device and host memory, for all plans up
+        to this step. If a result acknowledges these moves, the link must call this method before it passes on the
+        result."""
         self._tell(partial(self._scheduler.moved, step))
 
     def grammar_ready(self, grammar_id: int, error: str) -> None:
-        """Report that the worker has compiled the grammar with this id. If `error` is not empty, it is the reason why
-        the worker cannot use the grammar."""
+        """Report that the worker has compiled the grammar with this id, or has failed. If it has failed, `error` is the
+        reason; otherwise `error` is empty."""
         self._tell(lambda now: self._publisher.publish(self._scheduler.grammar_ready(grammar_id, error, now)))
 
     def result(self, result: StepResult) -> None:
@@ -108,8 +109,8 @@ class PlanExchange:
             self._end_epoch(reason)
 
     def _tell(self, news: Callable[[float], None]) -> None:
-        """Queue a report of the worker, which the step loop processes in its next run. A report that arrives after the
-        end of the epoch is dropped."""
+        """Queue a report of the worker and wake up the step loop, which processes the report. Drop the report if the
+        epoch has already ended."""
         if self._link is not None:
             self._inbox.append(news)
             self._wake.set()
@@ -136,8 +137,8 @@ class PlanExchange:
             self._check_invariants()
 
     def _check_invariants(self) -> None:
-        """Check a few invariants of the scheduler core. If an invariant is broken, end the epoch and so discard the
-        state of the KV cache."""
+        """Check a few invariants of the scheduler core. If one is violated, end the epoch, so that the state of the KV
+        cache is discarded."""
         try:
             self._scheduler.check_sample()
         except AssertionError:
@@ -147,8 +148,8 @@ class PlanExchange:
             self._fail_epoch("an invariant of the scheduler is broken")
 
     def send_plans(self) -> None:
-        """Ask the scheduler core for plans and send them to the worker. Stop when the core has no plan, because no work
-        remains or because enough plans are in flight."""
+        """Ask the scheduler core for plans and send them to the worker, until the core returns no plan. The core
+        returns none if no work remains, or if the worker already has enough unfinished plans."""
         while self._link is not None:
             plan = self._scheduler.schedule(self._clock.now())
             if plan is None:
@@ -193,9 +194,9 @@ class StepLoop:
         kv_event_log: KvEventLog | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Create the step loop of a scheduler, with its observers. `worker_timeout` and `worker_grace` are how long
-        requests wait for a missing worker, in seconds; see WorkerAvailability. The default `clock` is the event loop's
-        clock."""
+        """Create the step loop of a scheduler, with its observers. `worker_timeout` and `worker_grace` limit the time
+        in seconds that requests wait for a missing worker; see WorkerAvailability. The default `clock` is the event
+        loop's clock."""
         self._scheduler = scheduler
         self.state = scheduler.state  # read-only, for `core.explain`
         heard_by = Observers(observers)
@@ -240,8 +241,8 @@ class StepLoop:
         self._wake.set()
 
     def cancel(self, request: ActiveRequest) -> None:
-        """Abort a submitted request if some of its samples are unfinished. A request that has ended is left alone,
-        because another request may use the same id by now."""
+        """Abort a submitted request if some of its samples are unfinished. Do nothing if the request has ended, because
+        another request may have the same id now."""
         if any(output.sequence_id in self._publisher.samples for output in request.outputs):
             self.abort(request.request.tenant, request.request.request_id)
 
@@ -262,9 +263,9 @@ class StepLoop:
         self._wake.set()
 
     async def flush_cache(self, patience: float) -> bool:
-        """Drop the whole content of the prefix cache as soon as no requests remain, and return True. Return False,
-        without a change, if requests still remain after `patience` seconds. With a `patience` of 0 the method does not
-        wait."""
+        """Remove all content from the prefix cache when no requests are waiting or running. Return True if the cache
+        was emptied. Return False, and keep the content, if requests still remain after `patience` seconds. With a
+        `patience` of 0 the method does not wait."""
         try:
             async with asyncio.timeout(patience):
                 while self._publisher.samples:
@@ -278,8 +279,8 @@ class StepLoop:
     # Running
 
     async def run(self) -> None:
-        """Run the scheduler until the task is cancelled: make plans, send them to the worker and process the results.
-        An exception is a bug in the scheduler and is fatal."""
+        """Run the step loop until the task is cancelled: make plans, send them to the worker and process the results.
+        An exception that this method raises is a bug in the scheduler, and the process must end."""
         if not self.exchange.is_connected:
             self.availability.start_timers()
         try:
@@ -308,8 +309,8 @@ class StepLoop:
         await self._publisher.idle.wait()
 
     def end_all(self, message: str) -> None:
-        """End every request with the end reason NO_WORKER and this message, because the server shuts down.
-        Subscriptions to the events of the KV cache end too."""
+        """End every request because the server shuts down. The end reason is NO_WORKER, and `message` is the error
+        message. Also end the subscriptions to the events of the KV cache."""
         self.availability.drain()
         self.kv_events.end()
         self.exchange.close(message)

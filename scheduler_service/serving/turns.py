@@ -28,13 +28,13 @@ _Result = TypeVar("_Result")
 
 
 class TenantBytes:
-    """A counter of the bytes of memory that each tenant's HTTP requests and RPCs hold, with a limit for one tenant and
-    a limit for all tenants."""
+    """A counter of the bytes of memory that each tenant's HTTP requests and RPCs use. It enforces a limit for one
+    tenant and a limit for all tenants."""
 
     def __init__(self, what: str, max_bytes: int, max_tenant_bytes: int) -> None:
-        """Create a counter of bytes per tenant, which begins at 0. `what` names the counted things in the plural, such
-        as "texts", for error messages. `max_bytes` is the limit for all tenants and `max_tenant_bytes` the limit for
-        one tenant. A single thing is admitted whatever its size."""
+        """Create a counter that begins at 0 for each tenant. `max_bytes` is the limit for all tenants and
+        `max_tenant_bytes` the limit for one tenant. An item of any size is accepted if there is no other item. `what`
+        is the plural name of the counted items, such as "texts", for error messages."""
         self._what = what
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
@@ -43,8 +43,8 @@ class TenantBytes:
 
     @contextmanager
     def held(self, tenant: str, size: int) -> Iterator[None]:
-        """Count `size` bytes for the tenant during the block. Raise RefusedError, before the block runs, if this would
-        exceed the limit of the tenant or of all tenants."""
+        """Count `size` bytes for the tenant while the block runs. If this would exceed the limit of the tenant or of
+        all tenants, raise RefusedError without running the block."""
         self.add(tenant, size)
         try:
             yield
@@ -78,8 +78,8 @@ class TenantBytes:
 
 @dataclass(slots=True)
 class _Queues:
-    """The queues of one tenant's pieces of work, such as texts to tokenize. A piece of work waits for the earlier
-    pieces in its queue."""
+    """The queues of one tenant's work, such as texts to tokenize. A piece of work waits until earlier pieces in its
+    queue have ended."""
 
     short: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, _NUM_SHORT))
     long: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 1))
@@ -90,9 +90,8 @@ class _Queues:
 class Turns:
     """Threads for CPU work that client input causes, such as tokenization. The tenants use the threads in turn.
 
-    The queue of a thread contains at most one piece of work of each tenant. So a tenant's piece waits for at most one
-    piece of another tenant, however many pieces that tenant has. Pieces larger than PIECE_SIZE are long, and have a
-    thread of their own.
+    A thread's queue contains at most one piece of work of each tenant. So a piece waits for at most one piece of each
+    other tenant, even if another tenant has many. Pieces larger than PIECE_SIZE have a thread of their own.
     """
 
     def __init__(self, waiting: TenantBytes) -> None:
@@ -108,16 +107,16 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, tenant: str, *, is_long: bool) -> AsyncIterator[None]:
-        """Wait until the tenant may run one more piece of work, and run the block as this piece. Pieces with `is_long`
-        wait in a separate queue."""
+        """A context manager for a block that is one piece of a tenant's work. The block begins when it is the tenant's
+        turn. Pieces with `is_long` wait in a separate queue."""
         with self._queued(tenant) as queues:
             async with queues.long if is_long else queues.short:
                 yield
 
     @contextmanager
     def _queued(self, tenant: str) -> Iterator[_Queues]:
-        """Count one more piece of work of the tenant, waiting or running, during the block. The block gets the tenant's
-        queues."""
+        """A context manager for a block in which a piece of the tenant's work waits or runs. Its value is the tenant's
+        queues, which exist until the tenant's last piece has ended."""
         queues = self._queues.setdefault(tenant, _Queues())
         queues.num_pieces += 1
         try:
@@ -130,17 +129,17 @@ class Turns:
     async def call(
         self, tenant: str, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
     ) -> _Result:
-        """Run a long piece of work when it is the tenant's turn: call `work` on a thread and return its result. The
-        caller must count the bytes of the work itself."""
+        """Call `work` on the thread for long work when it is the tenant's turn, and return its result. The method does
+        not count the memory of the work; the caller must count it."""
         async with self.turn(tenant, is_long=True):
             return await on_thread(self._long_thread, partial(work, *args, **named))
 
     async def run(
         self, tenant: str, size: int, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
     ) -> _Result:
-        """Run a piece of work when it is the tenant's turn: call `work` on a thread and return its result. `size` is
-        the memory of the work in bytes, which is counted until `work` returns. Raise RefusedError if too many bytes
-        wait already."""
+        """Call `work` on a thread when it is the tenant's turn, and return its result. `size` is the memory of the work
+        in bytes, which counts until `work` returns. Raise RefusedError if the waiting work already has too many
+        bytes."""
         with self.waiting.held(tenant, size):
             if size > PIECE_SIZE:
                 return await self.call(tenant, work, *args, **named)
@@ -150,8 +149,9 @@ class Turns:
     async def run_in_turn(
         self, tenant: str, size: int, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
     ) -> _Result:
-        """Call `work` and return its result. Work of at most PIECE_SIZE bytes runs on the event loop, and larger work
-        on a thread as in `run`. Raise RefusedError if too many bytes of larger work wait already."""
+        """Call `work` and return its result. If `size` is at most PIECE_SIZE bytes, `work` runs on the event loop;
+        otherwise it runs on a thread, as in `run`. Raise RefusedError if the work waiting for threads already has too
+        many bytes."""
         if size > PIECE_SIZE:
             return await self.run(tenant, size, work, *args, **named)
         if size > _SMALL_SIZE:
@@ -165,9 +165,9 @@ class Turns:
 async def on_thread(threads: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:
     """Call `work` on a thread of the pool and return its result.
 
-    If the calling task is cancelled before the work begins, the work is dropped with all objects that it refers to. If
-    the work has begun, wait for its end before the cancellation continues. So the caller's locks and memory counts are
-    not released while the work runs.
+    If the calling task is cancelled before the work begins, the work never runs, and its objects are freed. If the work
+    has begun, the cancellation takes effect only after the work has ended. So the caller does not release its locks and
+    memory counts while the work runs.
     """
     waiting = [work]
     submitted = threads.submit(lambda: waiting.pop()())

@@ -32,8 +32,8 @@ class ChatTemplate:
     is_plain: bool  # the files contain this text itself, where routers look for it
 
     def refusals(self, special_tokens: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the kinds of conversation that the chat template cannot render, each with the reason, found by trial.
-        Raise ValueError if rendering takes more steps than its budget."""
+        """Return the kinds of conversation that the chat template cannot render, each with the reason. The method finds
+        them by rendering examples. Raise ValueError if rendering takes too many steps."""
         try:
             return tuple(f"{kinds}: {reason}" for kinds, reason in refusals(self.text, special_tokens).items())
         except BudgetExceeded as error:
@@ -44,9 +44,9 @@ def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> 
     """Read the chat template of a checkpoint directory. Return None if the checkpoint has no chat template. Raise
     ValueError if a file is invalid.
 
-    The file chat_template.jinja contains the template. Without this file, the field chat_template of
-    tokenizer_config.json or of chat_template.json is used, in this order. The folder additional_chat_templates may
-    contain more templates, which are named after their files.
+    The template is in the file chat_template.jinja. If this file does not exist, it is the field chat_template of
+    tokenizer_config.json, or else of chat_template.json. The folder additional_chat_templates may contain more
+    templates, which are named after their files.
     """
     path = directory / "chat_template.jinja"
     if path.is_file():
@@ -82,8 +82,8 @@ def _is_plain(tokenizer_config: Mapping[str, Any]) -> bool:
 
 
 def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Return the chat templates in a configuration file, by name. A single template without a name is the default
-    template. Raise ValueError if the field chat_template is invalid."""
+    """Return the chat templates in a configuration file, by name. If the file contains a single text, this text is the
+    default template. Raise ValueError if the field chat_template is invalid."""
     found = config.get("chat_template")
     if found is None or isinstance(found, str):
         return {} if found is None else {_DEFAULT: found}
@@ -100,11 +100,11 @@ def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _combined(named: Mapping[str, str], source: Path, *, is_plain: bool) -> ChatTemplate | None:
-    """Combine the default chat template and the template for tools into one template. The combined template selects
-    between them, as transformers does, depending on whether the conversation has tools.
+    """Combine the default chat template and the template for tools into one template. The combined template uses the
+    template for tools if the conversation has tools, as transformers does.
 
-    Routers accept only a single template, and clients need not know the names. Return None if there are no templates.
-    Raise ValueError if the templates are too long.
+    Routers accept only a single template, and clients then need not know the names. Return None if there are no
+    templates. Raise ValueError if the templates are too long.
     """
     if not named:
         return None

@@ -58,13 +58,13 @@ class ModelInfo:
 
     @property
     def grammar_end_token_ids(self) -> tuple[int, ...]:
-        """The end tokens of outputs that must match a grammar, in ascending order. These are the model's end tokens
-        that can be sampled."""
+        """The tokens that may end an output that must match a grammar, in ascending order. They are the model's end
+        tokens that are in its vocabulary, so that they can be sampled."""
         return tuple(token_id for token_id in self.eos_token_ids if token_id < self.vocab_size)
 
     @property
     def grammar_refusal(self) -> str:
-        """The reason why the model cannot constrain outputs to a grammar, or an empty string if it can."""
+        """The reason why outputs of this model cannot be constrained to a grammar, or an empty string if they can."""
         if self.tokenizer_path is None:
             return "the served checkpoint has no tokenizer, so no output can be matched to a grammar"
         if not self.grammar_end_token_ids:
@@ -105,10 +105,10 @@ def read_model_info(model: str) -> ModelInfo:
 
 
 def read_model(model: str) -> tuple[ModelInfo, TokenizerFiles | None]:
-    """Return the model's properties, as `read_model_info` does, and the contents of the tokenizer's files. The second
-    item is None if the model has no tokenizer.
+    """Read a model's files. Return a tuple: the model's properties, as from `read_model_info`, and the contents of the
+    tokenizer's files, or None if the model has no tokenizer.
 
-    The tokenizer's files take long to read, and much memory to keep.
+    The tokenizer's files take much time to read and much memory to keep.
     """
     path = Path(model)
     if is_gguf(path):
@@ -140,8 +140,8 @@ def _read_directory(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
 
 
 def _read_gguf(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
-    """Read the model's properties from a GGUF file. An error in a setting names the GGUF file and the name that the
-    setting has in config.json."""
+    """Read the model's properties and tokenizer from a GGUF file. If a setting is invalid, the error names the file and
+    the setting. The setting has the name that it has in config.json."""
     file = GgufFile.open(path)
     tokenizer = TokenizerFiles.of(path)
     info = _model_info(
@@ -176,8 +176,8 @@ def _model_info(
     digest: bytes,
     embedding: PoolingChoice,
 ) -> ModelInfo:
-    """Build the properties of a model from its parsed files. `end_token_id` is the end token of the tokenizer, which is
-    added to the end tokens in the other files. Raise ValueError if a setting is invalid."""
+    """Build the properties of a model from its parsed files. `end_token_id` is the tokenizer's end token; the end
+    tokens of the other files apply too. Raise ValueError if a setting is invalid."""
     config, length_key = text_settings(config)
     vocab_size = _positive(config, "vocab_size", config_path)
     # The end tokens are in generation_config.json, or else in config.json. The tokenizer's end token is added to them.
@@ -234,14 +234,14 @@ def _positive(config: dict[str, Any], key: str, file: Path) -> int:
 
 def _token_id(config: dict[str, Any], key: str) -> int | None:
     """Return the token id that is stored under `key` in a model's configuration, or None if it is missing or invalid.
-    The token id is only reported to clients, so an invalid one is no error."""
+    The token id is only reported to clients, so an invalid token id is not an error."""
     value = config.get(key)
     return value if is_whole(value) and 0 <= value < 2**31 else None
 
 
 def _convertible(directory: Path) -> str:
-    """Return a hint on how to create a tokenizer.json from another tokenizer file in the checkpoint directory, or an
-    empty string if there is no such file."""
+    """Return a hint on how to convert the checkpoint's tokenizer to a tokenizer.json, for a warning. Return an empty
+    string if the directory contains no other tokenizer file."""
     path = next((directory / name for name in _OTHER_TOKENIZERS if (directory / name).is_file()), None)
     if path is None:
         return ""

@@ -22,16 +22,17 @@ _GGUF_MEAN = 1  # a value of llama.cpp's `pooling_type`
 
 @dataclass(frozen=True, slots=True)
 class PoolingChoice:
-    """How the hidden states of a prompt are pooled to an embedding, or the reason why the model supports no
-    embeddings."""
+    """The way in which the hidden states of a prompt are pooled to an embedding, or the reason why the model supports
+    no embeddings."""
 
     pooling: Pooling
     refusal: str = ""
 
 
 def read_pooling(directory: Path) -> PoolingChoice:
-    """Read from a checkpoint directory how hidden states are pooled to an embedding: last token or mean. Return the
-    choice, or the reason why the model supports no embeddings. Raise ValueError if a file cannot be read."""
+    """Read from a checkpoint directory how hidden states are pooled to an embedding: by the last token or by the mean.
+    If the files specify any other operation, return the reason why the model supports no embeddings. Raise ValueError
+    if a file cannot be read."""
     path = directory / _MODULES_FILE
     if not path.is_file():
         return PoolingChoice(Pooling.LAST)
@@ -50,8 +51,8 @@ def read_pooling(directory: Path) -> PoolingChoice:
 
 
 def read_gguf_pooling(file: GgufFile) -> PoolingChoice:
-    """Read from a GGUF file how hidden states are pooled to an embedding: last token or mean. A file with an
-    unsupported pooling is refused when it is opened (`pagewire.common.gguf`)."""
+    """Read from a GGUF file how hidden states are pooled to an embedding: by the last token or by the mean. Files with
+    another pooling are refused earlier, when they are opened (`pagewire.common.gguf`)."""
     architecture = file.metadata.get("general.architecture")
     is_mean = file.metadata.get(f"{architecture}.pooling_type") == _GGUF_MEAN
     return PoolingChoice(Pooling.MEAN if is_mean else Pooling.LAST)

@@ -42,9 +42,9 @@ _MAX_NAMED = 20  # settings in a warning
 
 
 def sampling_defaults(generation: Mapping[str, Any], file: Path, vocab_size: int) -> SamplingParams:
-    """Return the sampling parameters that apply if a request leaves options unset. They are the values in the
-    checkpoint's generation_config.json, or else the API's defaults. Tokens that the file suppresses get large negative
-    logit biases, which apply to all requests. Raise ValueError if a setting in the file is invalid."""
+    """Return the sampling parameters for options that a request leaves unset. The values come from the checkpoint's
+    generation_config.json, or else from the API's defaults. Tokens that the file suppresses get large negative logit
+    biases, which apply to all requests. Raise ValueError if a setting in the file is invalid."""
     values: dict[str, Any] = {}
     for key in CHECKPOINTS_OPTIONS:
         value = generation.get(key)
@@ -65,8 +65,8 @@ def sampling_defaults(generation: Mapping[str, Any], file: Path, vocab_size: int
 
 
 def ignored_settings(generation: Mapping[str, Any], file: Path) -> str:
-    """Return a warning that names the unsupported settings in a checkpoint's generation_config.json, or an empty string
-    if there are none."""
+    """Return a warning that names the settings in a checkpoint's generation_config.json that this server does not
+    support. Return an empty string if all settings are supported."""
     found = [
         f"{key} ({shown(value)})"
         for key, value in generation.items()

@@ -79,11 +79,12 @@ class Tokenizer:
         add_special_tokens: bool = True,
         is_long: bool = False,
     ) -> _Result | int:
-        """Tokenize a prompt on a thread, call `then` with the token ids, and return the result of `then`. If the prompt
-        has more than `max_tokens` tokens, return the number of its tokens instead. With `add_special_tokens`, the
-        special tokens that surround a prompt are added. Raise ValueError if the text cannot be tokenized.
+        """Tokenize a prompt on a thread, call `then` with the token ids on the same thread, and return the result of
+        `then`. If the prompt has more than `max_tokens` tokens, do not call `then`, and return the number of tokens.
+        With `add_special_tokens`, the special tokens that surround a prompt are added. Raise ValueError if the text
+        cannot be tokenized.
 
-        Long texts run on a thread of their own, so that no other text waits for them.
+        With `is_long`, use a separate thread, so that short texts do not wait for long ones.
         """
         threads, encode = (self._long_text_thread, self._encode_long) if is_long else (self._threads, self._encode)
         return await on_thread(threads, partial(encode, text, max_tokens, add_special_tokens, then))
@@ -102,8 +103,8 @@ class Tokenizer:
         return self._tokenizer.decoder.decode(names)
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | None:
-        """Return the text of a token that follows a complete character. Return None if the text depends on the tokens
-        before it."""
+        """Return the text of a token, for an output whose text so far ends with a complete character. Return None if
+        the text depends on the preceding tokens, or if the token ends within a character."""
         pieces = self._pieces[skip_special_tokens]
         piece = pieces.get(token_id)
         if piece is None:
@@ -113,11 +114,11 @@ class Tokenizer:
         return None if _REPLACEMENT in piece else piece
 
     def name_of(self, token_id: int) -> str:
-        """Return the name of a token in the tokenizer's vocabulary, or an empty string for an unknown token id."""
+        """Return the entry of a token in the tokenizer's vocabulary, or an empty string if the token id is unknown."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text. These bytes need not be complete characters. For a special
+        """Return the bytes that a token adds to a text. They may be only a part of a character in UTF-8. For a special
         token, return the bytes of its name."""
         known = self._bytes.get(token_id)
         if known is None:
@@ -176,8 +177,8 @@ class Tokenizer:
 
 
 def _max_token_bytes(tokenizer: HuggingFaceTokenizer) -> int | None:
-    """Return the size in bytes of the longest text that one token of a tokenizer has. Return None if the text of a
-    token may differ from the bytes of its name."""
+    """Return the size in bytes of the longest text of a single token. Return None if this size cannot be determined
+    from the vocabulary, because the text of a token may differ from its name."""
     if not isinstance(tokenizer.decoder, decoders.ByteLevel) or tokenizer.normalizer is not None:
         return None
     added = tokenizer.get_added_tokens_decoder().values()
@@ -190,7 +191,7 @@ def _max_token_bytes(tokenizer: HuggingFaceTokenizer) -> int | None:
 
 def _byte_tokens(tokenizer: HuggingFaceTokenizer) -> dict[int, int]:
     """Return the tokens that represent a single byte, as a mapping from token id to byte. The mapping is empty if the
-    tokenizer has no byte fallback."""
+    tokenizer has no such tokens ("byte fallback")."""
     if tokenizer.decoder is None or b'"ByteFallback"' not in tokenizer.decoder.__getstate__():
         return {}
     found = {tokenizer.token_to_id(_NAME_OF_BYTE.format(byte)): byte for byte in range(256)}
@@ -198,10 +199,10 @@ def _byte_tokens(tokenizer: HuggingFaceTokenizer) -> dict[int, int]:
 
 
 def _names_of_bytes(run: bytes) -> Iterator[str]:
-    """Yield the names of the byte tokens for a run of bytes. A byte that belongs to no complete character is replaced
-    by the replacement character U+FFFD.
+    """Yield the names of the tokens that represent these bytes, such as "<0x41>". For each byte that belongs to no
+    complete character, yield the replacement character U+FFFD instead.
 
-    The tokenizer library itself would replace every byte of such a run, including the bytes of complete characters.
+    If the bytes are not valid UTF-8, the tokenizer library would replace all of them, including complete characters.
     """
     for char in run.decode(errors="surrogateescape"):
         if "\ud800" <= char <= "\udfff":
@@ -211,12 +212,12 @@ def _names_of_bytes(run: bytes) -> Iterator[str]:
 
 
 class IncrementalDecoder:
-    """A detokenizer that decodes the output tokens of one sample in parts. The concatenated parts equal the text of all
-    tokens.
+    """A detokenizer that decodes the output tokens of one sample step by step. The concatenated results equal the text
+    of all tokens.
 
-    The text of a token depends on the neighbouring tokens. Therefore the decoder decodes a window of tokens and
-    releases the new part of the text, like TGI with its prefix and read offsets. Replacement characters at the end of
-    the text may belong to an incomplete character and are held back.
+    The text of a token depends on the neighbouring tokens. Therefore the decoder decodes the latest tokens together and
+    returns only the new part of their text, like TGI with its prefix and read offsets. Replacement characters at the
+    end of the text may belong to an incomplete character, so the decoder holds them back.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
@@ -257,8 +258,8 @@ class IncrementalDecoder:
         return new
 
     def flush(self) -> str:
-        """Return the text that is still held back at the end of the output. If this text ends with an incomplete
-        character, a replacement character stands for it."""
+        """Return the text that the decoder still holds back at the end of the output. An incomplete character at its
+        end is returned as a replacement character."""
         new = self._decode()[self._num_chars_out :]
         self._num_chars_out += len(new)
         return new
@@ -268,12 +269,13 @@ class IncrementalDecoder:
 
 
 def _num_certain(text: str) -> int:
-    """Return the number of characters at the beginning of a decoded text that no later token can change."""
+    """Return the number of characters of a decoded text that later tokens cannot change. These are the first characters
+    of the text."""
     return max(len(text.rstrip(_REPLACEMENT)), len(text) - _MAX_HELD_CHARS)
 
 
 class DecodedText(NamedTuple):
-    """The text that some output tokens completed, as the result of `TextDecoder.push`. It is a tuple because one is
+    """The result of `TextDecoder.push`: the text that the given output tokens completed. It is a tuple because one is
     created for every token."""
 
     text: str
@@ -288,8 +290,8 @@ class TextDecoder:
     def __init__(
         self, decoder: IncrementalDecoder, *, stop: Sequence[str], min_tokens: int, include_stop_text: bool
     ) -> None:
-        """Create a detokenizer for one sample's output that ends at the first stop text. `stop` contains the stop
-        texts. A stop text can end the output only after more than `min_tokens` tokens. With `include_stop_text`, the
+        """Create a detokenizer for one sample's output. `stop` contains the stop texts: the output ends at the first of
+        them. The output cannot end at a stop text within its first `min_tokens` tokens. With `include_stop_text`, the
         decoded text includes the stop text."""
         self._decoder = decoder
         self._stop = tuple(stop)
@@ -299,8 +301,8 @@ class TextDecoder:
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> DecodedText:
-        """Decode the next output tokens. Return the text that later tokens cannot change, and the stop text if one
-        ended the output. After a stop text was returned, no more tokens may be pushed."""
+        """Decode the next output tokens. Return the new text that later tokens cannot change, and the stop text if the
+        output contains one. After a stop text, the output has ended, and the caller must not push more tokens."""
         if not self._stop:
             return DecodedText(self._decoder.push(token_ids), None, len(token_ids))
         released: list[str] = []
@@ -317,17 +319,17 @@ class TextDecoder:
         return DecodedText("".join(released), num_tokens=len(token_ids))
 
     def flush(self) -> DecodedText:
-        """Return the text that was held back, after the output ended for another reason than a stop text. The held-back
-        text may contain an incomplete character that completes a stop text. In this case the returned text ends at the
-        stop text."""
+        """Return the text that the decoder still holds back, after an output that ended without a stop text. An
+        incomplete character at its end may complete a stop text. In this case the returned text ends at the stop
+        text."""
         self._held += self._decoder.flush()
         text, stop_text = self._find_stop() or (self._held, None)
         self._held = ""
         return DecodedText(text, stop_text)
 
     def _find_stop(self) -> tuple[str, str] | None:
-        """Find the earliest stop text in the text that is held back. Return the part of this text that belongs to the
-        output, and the stop text. Return None if there is no stop text."""
+        """Find the earliest stop text in the text that the decoder holds back. Return a tuple: the held-back text that
+        belongs to the output, and the stop text. Return None if there is no stop text."""
         if self._num_tokens <= self._min_tokens:
             return None
         matches = [(self._held.find(stop_text), stop_text) for stop_text in self._stop]
@@ -338,8 +340,8 @@ class TextDecoder:
         return self._held[: start + len(stop_text) if self._include_stop_text else start], stop_text
 
     def _num_chars_to_hold(self) -> int:
-        """Return the number of characters at the end of the decoded text that must be held back, because they may be
-        the beginning of a stop text."""
+        """Return the length of the longest end of the decoded text that is the beginning of a stop text. The decoder
+        must hold back these characters until more tokens arrive."""
         longest = 0
         for stop_text in self._stop:
             for length in range(min(len(stop_text) - 1, len(self._held)), longest, -1):

@@ -18,7 +18,7 @@ class Caller:
     """The client that sends an HTTP request or an RPC, with its credentials: an API key, a certificate or access to a
     Unix socket.
 
-    The tenant is looked up at every check, because a tenant may be removed during a long RPC. All methods raise
+    Each method looks up the tenant again, because a tenant may be removed during a long RPC. All methods raise
     RefusedError if the credentials belong to no tenant.
     """
 
@@ -32,7 +32,8 @@ class Caller:
     def check(self) -> None:
         """Raise RefusedError if the caller's credentials belong to no tenant.
 
-        Without a file of tenants, a caller that sends an API key is refused, because it expects the key to be checked.
+        If the server has no file of tenants, also refuse a caller that sends an API key, because it expects the server
+        to check the key.
         """
         if self.tenants is not None:
             self._identify(self.tenants)
@@ -43,8 +44,8 @@ class Caller:
             )
 
     def tenant(self, named: str) -> str:
-        """Return the tenant to which a request of this caller belongs. `named` is the tenant that the request itself
-        names, or an empty string. Raise RefusedError if the caller may not act for the named tenant."""
+        """Return the tenant to which a request of this caller belongs. `named` is the tenant that the request
+        specifies, or an empty string. Raise RefusedError if the caller may not send requests for this tenant."""
         if self.tenants_revision is not None:
             self.check_forwarded(named, self.tenants_revision)
             return named
@@ -62,22 +63,22 @@ class Caller:
         )
 
     def is_operator(self) -> bool:
-        """Return whether the caller is an operator, who may see data of all tenants. Without a file of tenants, every
-        caller is one."""
+        """Return whether the caller is an operator, who may see the data of all tenants. Without a file of tenants,
+        every caller is an operator."""
         return self.tenants is None or self._identify(self.tenants).is_operator
 
     def check_operator(self, what: str) -> None:
-        """Raise RefusedError unless the caller is an operator, who may see data of all tenants. `what` names the
-        requested data in the error message."""
+        """Raise RefusedError unless the caller is an operator, who may see the data of all tenants. `what` is the name
+        of the requested data in the error message."""
         if not self.is_operator():
             raise RefusedError(Reason.PERMISSION_DENIED, f"{what} concerns all tenants; only operators have access")
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
-        """Check the tenant of a request that a front end forwards to this scheduler. `revision` is the digest of the
-        front end's file of tenants, or an empty string if it has no such file.
+        """Check that a front end may forward a request of this tenant to this scheduler. `revision` is the digest of
+        the front end's file of tenants, or an empty string if it has no such file.
 
-        Raise RefusedError if the scheduler's own file does not contain the tenant, which may have been removed. Raise
-        RefusedError too if the caller is not an operator, or if only the front end has a file of tenants.
+        Raise RefusedError if the caller is not an operator, if the tenant is not in the scheduler's own file of tenants
+        (it may have been removed), or if only one of the two servers has a file of tenants.
         """
         if self.tenants is None:
             if not revision:
@@ -93,9 +94,8 @@ class Caller:
             raise RefusedError(Reason.UNAUTHENTICATED, f"tenant {tenant!r} is not known to the scheduler{why}")
 
     def _identify(self, tenants: TenantFile) -> Tenant:
-        """Return the tenant to which the caller's credentials belong. An API key takes precedence over other
-        credentials. Raise RefusedError if the key is wrong, even if other credentials are valid, or if no credentials
-        match a tenant."""
+        """Return the tenant to which the caller's credentials belong. If the caller sends an API key, only the key is
+        checked. Raise RefusedError if the credentials match no tenant."""
         text = self.authorization
         if text is not None:
             key = text[len(_BEARER) :] if text.lower().startswith(_BEARER) else ""
@@ -117,8 +117,8 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The properties of one HTTP request or RPC that are not in the message itself: the caller, the trace headers, the
-    client's deadline and the size."""
+    """The context of one HTTP request or RPC, apart from its message: the caller, the session id, the trace headers,
+    the client's deadline and the size."""
 
     caller: Caller
     session_id: str = ""  # for requests without one: proxies can only add headers

@@ -22,8 +22,8 @@ _PENDING = "pending"  # calls whose request is being tokenized
 
 
 class Quotas:
-    """The current resource usage of all tenants, and the limits (quotas) on it. The usage is checked when a request is
-    accepted."""
+    """The resources that each tenant's requests use now, and the check against the tenant's limits. The check takes
+    place when a request is accepted."""
 
     def __init__(self, limits_of: Callable[[str], Quota], read_capacity: Callable[[], WorkerCapacity | None]) -> None:
         self._limits_of = limits_of
@@ -32,8 +32,9 @@ class Quotas:
 
     @contextmanager
     def pending(self, tenant: str) -> Iterator[None]:
-        """Count one more request of the tenant as pending inside the block, in which the request is tokenized and
-        checked. Raise RefusedError if the tenant has reached its limit of requests."""
+        """A context manager for the block in which a tenant's request is tokenized and checked. The request counts
+        against the tenant's limit of requests until the block ends. Raise RefusedError if the tenant has reached this
+        limit."""
         usage = self._usages.setdefault(tenant, Counter())
         num_requests, limit = usage[_PENDING] + usage["max_requests"], self._limits_of(tenant).max_requests
         if limit is not None and num_requests >= limit:
@@ -47,9 +48,9 @@ class Quotas:
             self._forget_if_unused(tenant)
 
     def claim(self, request: Request) -> "Claim | None":
-        """Reserve the requests, sequences, tokens and KV cache blocks that a request may use at most, and return the
-        reservation. Return None, without a reservation, if no worker has connected yet. Raise RefusedError if the
-        tenant would exceed one of its limits."""
+        """Reserve the resources that a request may use at most: requests, sequences, queued tokens and KV cache blocks.
+        Return the reservation, or None if no worker has connected yet. Raise RefusedError if the tenant would exceed
+        one of its limits."""
         capacity = self._read_capacity()
         if capacity is None:
             return None
@@ -91,8 +92,8 @@ class Quotas:
         return Claim(usage, amounts, request.n, partial(self._forget_if_unused, request.tenant))
 
     def _forget_if_unused(self, tenant: str) -> None:
-        """Delete the usage counts of a tenant that has no requests. Otherwise the counts could grow without limit,
-        because the clients of an operator may choose any tenant names."""
+        """Delete the counts of a tenant that has no requests. Otherwise memory could grow without limit, because an
+        operator may send requests with any tenant names."""
         usage = self._usages.get(tenant)
         if usage is not None and not any(usage.values()):
             del self._usages[tenant]
@@ -100,7 +101,8 @@ class Quotas:
 
 @dataclass(slots=True)
 class Claim:
-    """The part of a tenant's quota that one request uses, from its acceptance until all of its samples have ended."""
+    """The reservation of one request in its tenant's quota. It begins when the request is accepted, and ends when all
+    samples have ended."""
 
     usage: Counter[str]
     amounts: dict[str, int]  # the request's usage, by limit
@@ -108,8 +110,8 @@ class Claim:
     on_released: Callable[[], None] = field(repr=False)
 
     def record_output(self, has_ended: bool) -> None:
-        """Update the tenant's usage when a sample of the request has new output. The parameter `has_ended` says whether
-        the sample is over. The last end releases the whole claim."""
+        """Record that a sample of the request has new output. `has_ended` says whether the sample has ended. The first
+        output releases the request's queued tokens, and the end of the last sample releases the whole reservation."""
         self._begin()
         if has_ended:
             self.num_open -= 1
@@ -122,8 +124,8 @@ class Claim:
         self.on_released()
 
     def _begin(self) -> None:
-        """Release the request's prompt tokens from the tenant's limit of queued tokens, because the request is no
-        longer queued."""
+        """Release the request's queued tokens, because the request has output and is no longer in the queue. Do nothing
+        if they were released before."""
         self.usage["max_queued_tokens"] -= self.amounts.pop("max_queued_tokens", 0)
 
 

@@ -36,11 +36,9 @@ _MAX_NAME_CHARS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The limits on what one tenant's requests may use at the same time: requests, sequences, queued tokens and KV
-    cache blocks. A further limit applies to retention hints (how long a request may ask to keep its cached blocks).
-
-    None means that the tenant has no limit of its own.
-    """
+    """The limits on the resources that one tenant's requests may use at the same time: requests, sequences, queued
+    tokens and KV cache blocks. Another limit is the longest time for which a request may ask to keep its cached blocks.
+    A limit of None means that the tenant has no limit of its own."""
 
     max_requests: int | None = None
     max_sequences: int | None = None
@@ -89,7 +87,7 @@ class TenantFile:
 
     def by_key(self, key: str) -> Tenant | None:
         """Return the tenant to which an API key belongs, or None for an unknown key. The key is compared with every
-        known key, so the duration reveals nothing about any key."""
+        known key, so that the response time reveals nothing about the keys."""
         digest = hashlib.sha256(key.encode()).digest()
         found = None
         for tenant in self.current().values():
@@ -112,14 +110,14 @@ class TenantFile:
         return self.file.current.revision
 
     def quota(self, name: str) -> Quota:
-        """Return the limits of a tenant. A name that is not in the file has no limits: only an operator can use such a
-        name."""
+        """Return the limits of a tenant. A tenant that is not in the file has no limits; only an operator can send
+        requests for such a tenant."""
         tenant = self.current().get(name)
         return Quota() if tenant is None else tenant.quota
 
     def current(self) -> Mapping[str, Tenant]:
-        """Return the tenants in use, by name. If the file of tenants is removed or becomes invalid, its last valid
-        content remains in use."""
+        """Return the tenants by name, as of the last valid content of the file. If the file is removed or becomes
+        invalid, its last valid content still applies."""
         return self.file.current.by_name
 
     def _tell(self, before: Tenants, current: Tenants) -> None:
@@ -128,8 +126,8 @@ class TenantFile:
 
 
 def _read(path: str, content: bytes) -> Tenants:
-    """Return the tenants in the content of a file of tenants. Raise ValueError, with a message that names the file, if
-    the content is invalid."""
+    """Parse the content of a file of tenants and return the tenants. Raise ValueError, with a message that names the
+    file, if the content is invalid."""
     try:
         return Tenants(parse_tenants(content.decode()), hashlib.sha256(content).hexdigest())
     except ValueError as error:  # not UTF-8, or invalid
