@@ -35,12 +35,12 @@ _LAST_ERROR = re.compile(r"^.*last error: (?:\w+: )?")
 
 
 class Outdated(Exception):
-    """Raised if the TLS files of a gRPC channel have been renewed since the channel was opened, so the link must
-    reconnect."""
+    """Raised if the TLS files have been renewed since a gRPC channel was opened. The link must then reconnect to use
+    the new files."""
 
 
 class Ended(NamedTuple):
-    """The reason why a link's session with another process ended or could not be established."""
+    """The reason why a link's session with another process ended, or why no session could be established."""
 
     reason: str
     was_held: bool = False  # the session had been established
@@ -55,8 +55,8 @@ class Backoff:
         self._seconds = _MIN_BACKOFF
 
     async def wait(self, ended: Ended) -> None:
-        """Sleep before the next attempt to connect. The delay doubles after each failed attempt. It begins again at the
-        minimum if the last attempt had established a session."""
+        """Sleep before the next attempt to connect. The delay doubles after each failed attempt. If the last attempt
+        established a session, the delay is the minimum again."""
         if ended.was_held:
             self._seconds = _MIN_BACKOFF
         await asyncio.sleep(self._seconds)
@@ -64,11 +64,11 @@ class Backoff:
 
 
 class Outage:
-    """The time without a connection to another process. It reports every reason to its owner, and logs the reasons
-    without repetition.
+    """A reporter of the reasons why a link has no connection to another process. It passes every reason to a callback,
+    and logs the reasons without repetition.
 
-    A new reason is logged at once. A reason that differs from a logged one only in its numbers, or in gRPC's wording of
-    the same diagnosis, is logged again after a minute.
+    A new reason is logged at once. If a reason differs from a logged one only in its numbers, or in gRPC's wording of
+    the same diagnosis, it is logged again only after a minute.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Outage:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare to log and report outages of one connection. `name` is the name of the other process in log lines.
-        `port` detects that the address is the port of another service. `on_reason` receives every reason, logged or
-        not. `clock` returns the time in seconds."""
+        """Create the reporter for one connection. `name` is the name of the other process in log lines. `port`
+        recognizes from an error that the address is the port of another service. `on_reason` is called with every
+        reason, logged or not. `clock` returns the time in seconds."""
         self._name = name
         self._logger = logger
         self._port = port
@@ -90,11 +90,11 @@ class Outage:
         self._repetition = Repetition(clock)
 
     def tell(self, reason: str | WorkerStarting, *, is_calm: bool) -> None:
-        """Report and log the reason why there is no connection. If the address seems to be the port of another service,
-        report this diagnosis instead.
+        """Report the reason why there is no connection, and log it if it is not a repetition. If the error shows that
+        the address is the port of another service, report this diagnosis instead.
 
-        `is_calm` means that the reason disappears without intervention, for example while the other process is
-        starting. Such reasons are logged at level info.
+        `is_calm` means that the reason disappears without intervention, for example because the other process is
+        starting. Such reasons are logged at level INFO, all others at level WARNING.
         """
         text = str(reason)
         reading = self._port.reading("its port", text) or self._port.reading(
@@ -110,7 +110,7 @@ class Outage:
             self._logger.warning("no session with %s: %s", self._name, reading or text)
 
     def end(self) -> None:
-        """Record that a connection has been established. In the next outage, all reasons are logged again."""
+        """Record that a connection has been established. If it is lost, all reasons are logged again."""
         self._repetition.forget()
 
     async def connect(
@@ -119,11 +119,12 @@ class Outage:
         dialler: Dialler,
         probe: Callable[[], grpc.aio.Call],
     ) -> None:
-        """Await `connecting`, which waits silently for a gRPC connection. Meanwhile, report every few seconds why there
-        is no connection.
+        """Wait until a link is connected, and report every few seconds why it is not connected yet. `connecting` is a
+        coroutine that waits for the gRPC connection.
 
-        `probe` starts an RPC that fails immediately if there is no connection. The exceptions of `connecting` are
-        raised again. Raise Outdated if the TLS files of `dialler` were renewed meanwhile.
+        `probe` starts an RPC that fails immediately if there is no connection; its error contains the reason.
+        Exceptions of `connecting` are raised again. Raise Outdated if the TLS files of `dialler` are renewed during the
+        wait.
         """
         task = asyncio.create_task(connecting)
         try:

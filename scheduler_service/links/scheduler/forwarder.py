@@ -17,8 +17,8 @@ _MAX_CALLS = 4_000
 
 
 class Forwarder:
-    """Forwards RPCs of a front end's clients to the scheduler, over the connection of the front end's link. It is used
-    for RPCs that only the scheduler can answer."""
+    """A forwarder of RPCs from a front end's clients to the scheduler, over the connection of the front end's link. It
+    is used for RPCs that only the scheduler can answer."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class Forwarder:
 
     async def forward(self, method: str, message: Message, call: Call) -> AsyncGenerator[Any, None]:
         """Call the RPC `method` of the scheduler, and yield the messages of its answer: one for a unary RPC, any number
-        for a stream.
+        for a stream. `message` is the request message; it must name the caller's tenant.
 
-        `message` must name the caller's tenant. A stream is read only as fast as this generator. Closing the generator
-        early cancels the RPC. Raise RefusedError with the scheduler's status if the RPC fails, or if the scheduler is
-        not connected or too many RPCs are being forwarded.
+        The generator reads a stream only as fast as its caller reads the messages. Closing the generator early cancels
+        the RPC. Raise RefusedError with the scheduler's status if the RPC fails. Raise RefusedError too if the
+        scheduler is not connected, or if too many RPCs are being forwarded.
         """
         if reason := self._availability.unreachable_reason:
             raise RefusedError(Reason.UNAVAILABLE, reason)

@@ -8,15 +8,15 @@ from scheduler_service.serving.refusal import Reason, RefusedError
 
 
 class SchedulerAvailability:
-    """The state that says whether a front end accepts requests. It is taken from the latest report of the scheduler, or
-    it is the reason why the scheduler is not connected.
+    """A record of whether a front end accepts requests. It contains the latest report of the scheduler, or the reason
+    why the front end is not connected to the scheduler.
 
-    The front end's link to the scheduler reports every change.
+    The front end's link to the scheduler updates this record.
     """
 
     def __init__(self, address: str) -> None:
-        """Create the availability of a front end whose scheduler is not connected yet. `address` is the network address
-        of the scheduler, for error messages."""
+        """Create the record for a front end that is not connected to its scheduler yet. `address` is the network
+        address of the scheduler, for error messages."""
         self._address = address
         self._disconnect_reason: object = "it has not answered yet"  # None while connected
         self._has_answered = asyncio.Event()  # set by the first report or by drain()
@@ -42,9 +42,10 @@ class SchedulerAvailability:
         return ""
 
     def refusal(self, output_mode: OutputMode = OutputMode.STREAMED) -> str:
-        """Return the reason why this front end or its scheduler refuses requests now, or an empty string.
+        """Return the reason why this front end or its scheduler refuses requests now, or an empty string if they are
+        accepted.
 
-        `output_mode` is ignored, because detached requests are forwarded to the scheduler without this check.
+        `output_mode` has no effect here, because detached requests are forwarded to the scheduler without this check.
         """
         return self.unreachable_reason or self._server_info.unavailable_reason
 
@@ -64,7 +65,8 @@ class SchedulerAvailability:
         return (self._server_info.served_model_name, *self._server_info.served_model_aliases)
 
     def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
-        """Return the scheduler's latest report about itself, with this front end's own `unavailable_reason`.
+        """Return the scheduler's latest report about itself. Its field `unavailable_reason` is replaced by the reason
+        why this front end refuses requests.
 
         Before the scheduler's first report, all other fields are empty.
         """
@@ -74,8 +76,8 @@ class SchedulerAvailability:
         return info
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Wait for the scheduler's first report, which contains the maximum length of a sequence. The scheduler itself
-        waits for its worker before it reports. Return also when the front end shuts down."""
+        """Wait for the scheduler's first report, which contains the maximum length of a sequence. Also return if the
+        front end shuts down."""
         await self._has_answered.wait()
 
     def lost(self, reason: object) -> RefusedError:
@@ -87,7 +89,7 @@ class SchedulerAvailability:
     # Events
 
     def reported(self, info: scheduler_pb2.GetServerInfoResponse) -> None:
-        """Record a report of the scheduler about itself. A scheduler that reports is connected."""
+        """Store the scheduler's latest report about itself, and record that the scheduler is connected."""
         self._disconnect_reason = None
         self._server_info = info
         if info.HasField("worker"):
@@ -96,8 +98,8 @@ class SchedulerAvailability:
         self.changed.set()
 
     def disconnected(self, reason: object) -> None:
-        """Record the reason why the scheduler is not connected. The link sets the event `changed` after each attempt to
-        connect."""
+        """Record that the scheduler is not connected, and why. The event `changed` is not set here: the link sets it
+        after each attempt to connect."""
         self._disconnect_reason = reason
 
     def drain(self) -> None:

@@ -50,7 +50,7 @@ _PORT = RightPort.of_link(
 
 class SchedulerLink:
     """The connection of a front end to its scheduler. It is also the front end's engine: it sends requests to the
-    scheduler and distributes the output to them."""
+    scheduler, and passes the scheduler's output to these requests."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class SchedulerLink:
         tenants_revision: Callable[[], str] = str,
         clock: Clock | None = None,
     ) -> None:
-        """Create the link of a front end to its scheduler. `run` connects it. `address` is the scheduler's network
+        """Create the link of a front end to its scheduler; `run` then connects it. `address` is the scheduler's network
         address, for messages. `read_metadata` returns the gRPC metadata that identify this front end, such as its API
         key. `tenants_revision` returns the digest of the front end's file of tenants, or an empty string without such a
         file. The default `clock` is the event loop's clock."""
@@ -90,7 +90,7 @@ class SchedulerLink:
 
     async def loads(self) -> scheduler_pb2.GetLoadsResponse:
         """Ask the scheduler for its current load and return the answer. Raise RefusedError if the scheduler is not
-        connected or the connection is lost meanwhile."""
+        connected, or if the connection is lost before the answer."""
         if self._client is None:
             raise RefusedError(Reason.UNAVAILABLE, self.availability.unreachable_reason)
         if self._loads is None:
@@ -102,8 +102,8 @@ class SchedulerLink:
         """Send a request to the scheduler. Raise RefusedError if the scheduler is not connected, or if the request is
         too large for a message.
 
-        If the scheduler refuses the request later, the request fails with the scheduler's error. Its output is
-        processed piece by piece, even if the request has a ready list.
+        If the scheduler refuses the request later, the request fails with the scheduler's error. The link does not add
+        samples to the request's ready list: it processes their output itself.
         """
         client, asked = self._client, request.request
         if client is None or self.availability.unreachable_reason:
@@ -133,9 +133,10 @@ class SchedulerLink:
         self._abort(self._requests[tenant, request_id])
 
     def cancel(self, request: ActiveRequest) -> None:
-        """Abort a request that no client reads any more.
+        """Abort a request whose output no client reads any more.
 
-        The samples of the request end when the scheduler reports their end. The request id can be used again at once.
+        The samples of the request end later, when the scheduler reports their end. Another request can use the request
+        id at once.
         """
         if any(output.sequence_id in self._streams for output in request.outputs):
             self._free_name(request)
@@ -147,7 +148,8 @@ class SchedulerLink:
             self._send_stop(output, num_tokens)
 
     def count_kept_tokens(self, output: SampleRecord, num_kept: int) -> None:
-        """Count the output tokens of a sample that the client kept, and report their number to the scheduler."""
+        """Record how many output tokens of a sample the client kept, and report the number to the scheduler. The
+        remaining tokens count as discarded."""
         self.counts.count_kept_tokens(output, num_kept)
         self._send_stop(output, num_kept)
 
@@ -164,8 +166,8 @@ class SchedulerLink:
     # Running
 
     async def run(self) -> None:
-        """Keep one GenerateMany RPC (a stream for all requests) to the scheduler open until cancelled. If the RPC ends,
-        fail its requests and connect again."""
+        """Connect to the scheduler, and connect again whenever the connection is lost, until cancelled. One
+        GenerateMany RPC (a stream) transmits all requests. If this RPC ends, its requests fail."""
         backoff = Backoff()
         while True:
             ended = await self._run_call()
@@ -198,8 +200,8 @@ class SchedulerLink:
         self._fail_all(message)
 
     async def _run_call(self) -> Ended:
-        """Connect to the scheduler and run one GenerateMany RPC (a stream for all requests) until it ends. Return the
-        reason of its end."""
+        """Connect to the scheduler and run one GenerateMany RPC (a stream that transmits all requests) until it ends.
+        Return the reason of the end."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(await self._dialler.channel())
         call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(self._read_metadata()))
         client, is_held = GenerateManyClient(call, self._first_stream_id), False
@@ -271,8 +273,8 @@ class SchedulerLink:
         request.process_output(output, token_ids, *more)
 
     def _abort(self, request: ActiveRequest) -> None:
-        """Ask the scheduler to abort a request. If the request has not been sent to the scheduler yet, end its samples
-        here."""
+        """Ask the scheduler to abort a request. If the request is not known to the scheduler, because it has not been
+        sent yet, end its samples at once."""
         if self._client is None or self._client.abort(request.outputs[0].sequence_id):
             return
         usage = scheduler_pb2.Usage(prompt_tokens=len(request.request.prompt_token_ids))
@@ -305,8 +307,8 @@ class SchedulerLink:
 
 
 def _mismatch(info: scheduler_pb2.GetServerInfoResponse, model: ModelInfo, tenants_revision: str) -> str:
-    """Return the reason why a front end with this model and this file of tenants cannot work for the scheduler, or an
-    empty string. `info` is the scheduler's report about itself."""
+    """Check that a front end matches the scheduler to which it has connected. Return the reason why the front end's
+    model or file of tenants does not match, or an empty string. `info` is the scheduler's report about itself."""
     if info.front_end_protocol != FRONT_END_PROTOCOL:
         versions = f"version {info.front_end_protocol} of the front-end protocol, this front end {FRONT_END_PROTOCOL}"
         return f"it speaks {versions}; install the same release for both"

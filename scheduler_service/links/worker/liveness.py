@@ -13,8 +13,8 @@ MAX_OWN_GAP = 1.0  # seconds; after a longer pause of this process itself, the w
 
 
 class Liveness:
-    """The judgement whether one rank of the worker is alive. It is based on the plans that the scheduler sent to the
-    rank, and on the messages that arrived from it."""
+    """A judge of whether one rank of the worker is alive. The judgement depends on the plans that the scheduler sent to
+    the rank, and on the messages that arrived from it."""
 
     def __init__(self, now: float) -> None:
         self._heard_at = now
@@ -32,9 +32,9 @@ class Liveness:
         self._heard_at = now
 
     def sent(self, step: int, num_tokens: int, now: float, *, has_moves: bool = False) -> None:
-        """Record that the plan of a step was sent to the worker. `num_tokens` is the number of tokens that the step
-        computes for changed sequences. `has_moves` means that the plan moves KV cache blocks between device and host
-        memory."""
+        """Record that the plan of a step was sent to the rank. `num_tokens` is the number of tokens of the sequences
+        that the plan lists; sequences that just continue to decode are not listed. `has_moves` means that the plan
+        moves KV cache blocks between device and host memory."""
         if has_moves:
             self._unfinished_moves.append(step)
         if not self._unacknowledged:
@@ -42,8 +42,8 @@ class Liveness:
         self._unacknowledged.append((step, num_tokens.bit_length()))
 
     def finished(self, step: int, duration: float, now: float) -> None:
-        """Record that the worker's result of a step arrived. `duration` is the time of the step in seconds, as measured
-        by the worker."""
+        """Record that the result of a step arrived. `duration` is the duration of the step in seconds, as the worker
+        measured it."""
         while self._unacknowledged and self._unacknowledged[0][0] <= step:
             self._biggest_shape = max(self._biggest_shape, self._unacknowledged.popleft()[1])
         self._longest_step = max(self._longest_step, duration)
@@ -53,18 +53,18 @@ class Liveness:
         self._last_finished_step = step
 
     def moved(self, step: int, now: float) -> None:
-        """Record that the worker has moved all KV cache blocks, between device and host memory, that the plans up to
-        `step` contain."""
+        """Record that the worker has finished moving KV cache blocks between device and host memory, for all plans up
+        to `step`."""
         while self._unfinished_moves and self._unfinished_moves[0] <= step:
             self._unfinished_moves.popleft()
         self._moves_progress_at = now
 
     def judge(self, now: float) -> str:
-        """Return the reason why the worker must be given up as dead, or an empty string while it is alive. Call this
-        method several times a second.
+        """Return the reason why the scheduler must give up the worker as dead, or an empty string while it is alive.
+        The caller must call this method several times a second.
 
-        Only a reason that is found in two consecutive calls is returned. So messages that have already arrived are read
-        between the two calls.
+        The method returns a reason only if the previous call found one too. So the event loop can read messages that
+        have already arrived before the worker is given up.
         """
         gap = now - self._judged_at
         self._judged_at = now

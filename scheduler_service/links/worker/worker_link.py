@@ -62,7 +62,8 @@ _MAX_LEAD_S = 24 * 3600.0  # how far another scheduler's clock may be ahead
 
 
 class FencedError(Exception):
-    """Raised if another scheduler has taken over this scheduler's worker, by connecting with a higher epoch number."""
+    """Raised if another scheduler has taken over this scheduler's worker. The other scheduler has connected with a
+    higher epoch number, so the worker refuses this scheduler."""
 
 
 class EpochsExhausted(Exception):
@@ -70,21 +71,22 @@ class EpochsExhausted(Exception):
 
 
 class Epochs:
-    """The epoch numbers of this scheduler. Each connection to the worker has a new, higher number, so that a worker
-    obeys only its latest scheduler. The first number is the start time in milliseconds of Unix time, shifted left by 20
-    bits.
+    """The source of the epoch numbers with which this scheduler connects to its worker. Each connection has a new,
+    higher number, because a worker obeys only the scheduler with the highest number.
 
-    A process that starts later therefore has higher epochs. Within a process, the low bits count the epochs.
+    The numbers begin at the start time in milliseconds of Unix time, shifted left by 20 bits, and increase by 1. So a
+    scheduler process that starts later has higher numbers.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Begin the epoch numbers of this process at the current time. `clock` returns the Unix time in seconds."""
+        """Derive the first epoch number from the current time. `clock` returns the Unix time in seconds."""
         self._clock = clock
         self._last = int(clock() * 1000) << _EPOCH_SHIFT
 
     def next(self) -> int:
-        """Return an epoch number above all returned and observed ones. Raise EpochsExhausted if the largest 64-bit
-        number has been reached."""
+        """Return an epoch number that is higher than all numbers returned before, and than all numbers of other
+        schedulers that were passed to `raise_above`. Raise EpochsExhausted if the largest 64-bit number has been
+        reached."""
         if self._last >= _MAX_EPOCH:
             raise EpochsExhausted(
                 f"there is no epoch above {self._last}, which is {self._last >> _EPOCH_SHIFT} ms of Unix time; set "
@@ -94,11 +96,8 @@ class Epochs:
         return self._last
 
     def raise_above(self, epoch: int) -> bool:
-        """Use only higher epoch numbers than another scheduler's `epoch` from now on. Return whether that epoch is
-        plausible.
-
-        An epoch that is more than a day ahead of this machine's clock is ignored.
-        """
+        """Use only numbers above another scheduler's `epoch` from now on, and return True. If `epoch` is more than a
+        day ahead of this machine's clock, ignore it and return False."""
         if epoch >> _EPOCH_SHIFT > int((self._clock() + _MAX_LEAD_S) * 1000):
             return False
         self._last = max(self._last, epoch)
@@ -106,8 +105,8 @@ class Epochs:
 
 
 class WorkerLink:
-    """The connection of a scheduler to its worker, with one gRPC stream to each rank. It connects again after each
-    loss."""
+    """The connection of a scheduler to its worker, with one gRPC stream to each rank (worker process). If the
+    connection is lost, the link connects again."""
 
     def __init__(
         self,
@@ -123,16 +122,16 @@ class WorkerLink:
         limits: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Create the link of a scheduler to its worker. `run` connects it. `diallers` connect to the ranks of the
-        worker, in rank order. `on_plan_sent` receives the size of every plan in bytes.
+        """Create the link of a scheduler to its worker; `run` then connects it. `diallers` connect to the ranks
+        (processes) of the worker, in rank order. `on_plan_sent` is called with the size of every plan in bytes.
 
-        `restart_worker` ends the worker process of a rank for the given reason, after which another process starts. It
-        is called if the rank hangs or another scheduler has connected to it. It is None if another program runs the
+        `restart_worker` ends the worker process of a rank, after which a new process starts. Its arguments are the rank
+        and the reason: the rank hangs, or another scheduler has connected to it. It is None if another program runs the
         worker.
 
-        `secret` authenticates the scheduler to the ranks. `limits` are the scheduler's limits that a worker also has,
-        by name; the lower value applies. `clock` returns the Unix time in seconds, from which epoch numbers are
-        derived.
+        `secret` authenticates the scheduler to the ranks. `limits` contains the scheduler's values of limits that the
+        worker has too, by name; the lower value of a limit applies. `clock` returns the Unix time in seconds, from
+        which epoch numbers are derived.
         """
         self._diallers = diallers
         self._exchange = exchange
@@ -158,8 +157,9 @@ class WorkerLink:
         self._certificates: dict[int, tuple[CertificateValidity, ...]] = {}  # by rank
 
     async def run(self) -> None:
-        """Connect to the worker again and again, until cancelled. Each connection is an epoch. Raise FencedError if
-        another scheduler has taken over the worker, and EpochsExhausted if there is no higher epoch number."""
+        """Connect to the worker, and connect again whenever the connection is lost, until cancelled. Each connection is
+        an epoch. Raise FencedError if another scheduler has taken over the worker, and EpochsExhausted if there is no
+        higher epoch number."""
         backoff = Backoff()
         while True:
             ended = await self._run_epoch()
@@ -186,8 +186,8 @@ class WorkerLink:
             await cancel(holds)
 
     async def _run_stream(self, session: RankSession) -> Ended:
-        """Connect to one rank of the worker and run its stream until it ends. Return the reason of the end. Raise
-        FencedError if another scheduler has taken over the worker."""
+        """Connect to one rank of the worker and exchange messages with it until its stream ends. Return the reason of
+        the end. Raise FencedError if another scheduler has taken over the worker."""
         rank, epoch = session.rank, session.session.epoch
         stub = worker_pb2_grpc.WorkerServiceStub(await self._diallers[rank].channel())
         execute = partial(stub.Execute, metadata=self._secret.metadata() if self._secret else ())
@@ -224,9 +224,9 @@ class WorkerLink:
             call.cancel()
 
     def certificate_validity(self) -> dict[str, Life]:
-        """Return the validity periods of the worker's TLS certificates, from its latest heartbeats.
+        """Return the validity periods of the worker's TLS certificates, as its ranks last reported them in heartbeats.
 
-        A key consists of "worker", the rank, and the command line flag that names the certificate's file.
+        A key is a text of the word "worker", the rank, and the command line flag that names the certificate's file.
         """
         return {
             f"worker {rank} {life.flag}": Life(life.begin, life.end)
@@ -235,8 +235,8 @@ class WorkerLink:
         }
 
     def _tell_lower_limits(self, capacity: WorkerCapacity) -> None:
-        """Log a warning if the worker has lower limits than this scheduler, for example for the number of sequences. An
-        equal warning is not repeated."""
+        """Log a warning if the worker has lower limits than this scheduler, for example for the number of sequences.
+        Log nothing if the last warning was the same."""
         lower = {name: getattr(capacity, name) for name in self._limits if getattr(capacity, name) < self._limits[name]}
         if lower and lower != self._told_limits:
             logger.warning(
@@ -251,11 +251,11 @@ class WorkerLink:
         return Ended(reason)
 
     def _admit(self, rank: int, answer: Response) -> WorkerCapacity:
-        """Check a worker rank's answer to the scheduler's Hello message, and return the worker's capacity if it matches
-        this scheduler.
+        """Check the answer of a rank of the worker to the scheduler's Hello message. Return the worker's capacity if it
+        matches this scheduler.
 
         Raise SessionEnded if the rank refused, or serves another model, rank or configuration. Raise WorkerUnusable or
-        FencedError if another scheduler holds the worker, and WorkerProtocolError for an unexpected message.
+        FencedError if another scheduler is connected to the worker, and WorkerProtocolError for an unexpected message.
         """
         if isinstance(answer, Refusal):
             self._take_refusal(answer)
@@ -282,11 +282,12 @@ class WorkerLink:
         return answer
 
     def _take_refusal(self, refusal: Refusal) -> None:
-        """Handle a worker's refusal of this scheduler. If the refused epoch number was too low, use higher numbers from
-        now on or give up the worker. Ignore other refusals.
+        """React to a worker's refusal of this scheduler. If the worker refused because this scheduler's epoch number
+        was too low, use higher numbers from now on, or give up the worker by an exception. Do nothing for other
+        refusals.
 
         Raise FencedError or WorkerUnusable if another scheduler has connected to the worker. Raise WorkerUnusable if
-        the worker's epoch number is too far ahead of this machine's clock.
+        the worker's epoch number is more than a day ahead of this machine's clock.
         """
         if refusal.reason is not RefusalReason.STALE_EPOCH:
             return
@@ -302,8 +303,8 @@ class WorkerLink:
 
 
 def _describe(error: grpc.aio.AioRpcError, session: RankSession) -> Ended:
-    """Return the reason why the stream to a rank of the worker broke. A worker that is stopping ends the stream with
-    UNAVAILABLE and a reason of its own."""
+    """Convert the gRPC error that ended the stream of a rank to the reason for the log. If the worker ended the stream
+    with UNAVAILABLE because it is stopping, use the worker's own reason."""
     if not session.is_ready and error.code() is grpc.StatusCode.UNAVAILABLE:
         return Ended(str(error.details()), is_calm=True)
     if not session.is_ready and error.code() is grpc.StatusCode.INTERNAL:

@@ -50,21 +50,21 @@ class SessionEnded(Exception):
 
 
 class WorkerUnusable(SessionEnded):
-    """Raised if the worker is unusable until its process ends, because it hangs or is connected to another
+    """Raised if the worker cannot be used until its process is restarted, because it hangs or is connected to another
     scheduler."""
 
 
 class Session:
-    """The connection to all ranks of the worker during one epoch. It ends when the stream of any rank ends.
+    """The connection to all ranks (processes) of the worker during one epoch. It ends when the stream of any rank ends.
 
-    A step's result counts when all ranks have returned it, so no rank has more unfinished plans than its pipeline depth
-    allows. Ranks compute in lockstep, so a result does not wait long for the other ranks. The output tokens of rank 0
-    are used.
+    A step is finished when all ranks have returned its result. So no rank has more unfinished plans than its pipeline
+    depth allows. The ranks compute in lockstep, so their results arrive at almost the same time. The output tokens of
+    rank 0 are used.
     """
 
     def __init__(self, exchange: PlanExchange, epoch: int, on_plan_sent: Callable[[int], None], num_ranks: int) -> None:
         """Create the session of one epoch with the worker's ranks. `epoch` is the number of the epoch. `on_plan_sent`
-        receives the size of every plan in bytes."""
+        is called with the size of every plan in bytes."""
         self.epoch = epoch
         self.ranks = [RankSession(self, rank) for rank in range(num_ranks)]
         self._exchange = exchange
@@ -91,7 +91,7 @@ class Session:
         self.ranks[0].close(reason)
 
     def rank_ready(self, rank: int, capacity: WorkerCapacity) -> None:
-        """Record that a rank of the worker is ready. When all ranks are ready, the step loop begins to use the worker.
+        """Record that a rank of the worker is ready. When all ranks are ready, report the worker to the step loop.
         Raise SessionEnded if the ranks differ in properties that must be equal, such as the block size."""
         self._capacities[rank] = capacity
         if len(self._capacities) == len(self.ranks):
@@ -106,10 +106,10 @@ class Session:
             self._exchange.moved(self._last_moved_step)
 
     def rank_grammar_ready(self, rank: int, grammar_id: int, error: str) -> None:
-        """Record a rank's report that it has compiled a grammar, or why it cannot.
+        """Record that a rank has compiled a grammar, or why it cannot compile the grammar.
 
-        A grammar is ready when all ranks have compiled it, and fails with the first rank's error. Raise
-        WorkerProtocolError if a rank reports the same grammar twice.
+        When all ranks have compiled the grammar, report it to the step loop as ready. If a rank fails, report the first
+        rank's error. Raise WorkerProtocolError if a rank reports the same grammar twice.
         """
         silent = self._silent_ranks.get(grammar_id)
         if silent is None or len(self.ranks) == 1:  # the core handles other ids
@@ -127,8 +127,8 @@ class Session:
             self._exchange.grammar_ready(grammar_id, "")
 
     def rank_result(self, rank: int, result: StepResult) -> None:
-        """Record the result of a step from one rank, and pass the result on when all ranks have returned it. Raise
-        WorkerProtocolError if the ranks chose different tokens or returned different steps."""
+        """Record the result of a step from one rank. When all ranks have returned the result, pass it to the step loop.
+        Raise WorkerProtocolError if the ranks chose different tokens or returned different steps."""
         self._results[rank].append(result)
         while all(self._results):
             first, *others = (results.popleft() for results in self._results)
@@ -155,10 +155,10 @@ class Session:
         )
 
     def _grammar_version(self) -> str:
-        """Return the version of the grammar library that all ranks of the worker have, or an empty string if the
-        versions differ.
+        """Return the version of the grammar library of the worker's ranks, or an empty string if the ranks have
+        different versions.
 
-        With an empty version, only requests with grammars are refused.
+        With an empty version, the scheduler refuses requests with grammars and accepts all others.
         """
         versions = [self._capacities[rank].grammar_version for rank in range(len(self.ranks))]
         if len(set(versions)) == 1:
@@ -196,9 +196,10 @@ class RankSession:
         capacity: WorkerCapacity,
         on_certificates: Callable[[tuple[CertificateValidity, ...]], object],
     ) -> NoReturn:
-        """Exchange messages with this rank until its stream ends, and raise an exception with the reason of the end.
+        """Exchange messages with this rank until its stream ends. Always end with an exception, which contains the
+        reason.
 
-        `on_certificates` receives the validity periods of the worker's TLS certificates with each heartbeat.
+        `on_certificates` is called at each heartbeat with the validity periods of the worker's TLS certificates.
         """
         self._on_certificates = on_certificates
         self._liveness = Liveness(time.monotonic())
@@ -251,7 +252,7 @@ class RankSession:
 
 
 async def read(call: grpc.aio.StreamStreamCall) -> Response:
-    """Return the next message of the worker from its stream. Raise SessionEnded if the worker has ended the stream,
+    """Wait for the next message of the worker and return it. Raise SessionEnded if the worker has ended the stream,
     AioRpcError if the stream breaks, and WorkerProtocolError if the message is invalid."""
     message = await call.read()
     if message is grpc.aio.EOF:
