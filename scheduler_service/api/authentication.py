@@ -31,8 +31,8 @@ DETAILS_KEY = "grpc-status-details-bin"  # the key in the trailing metadata, as 
 
 
 class Authenticator:
-    """The authentication of gRPC calls. It identifies the caller of each RPC, and ends the running RPCs of tenants that
-    were removed."""
+    """The authentication of gRPC calls. It identifies the caller of each RPC, and ends the running RPCs of removed
+    tenants."""
 
     def __init__(self, tenants: TenantFile | None) -> None:
         self._tenants = tenants
@@ -42,7 +42,7 @@ class Authenticator:
         """Authenticate the caller of an RPC before the RPC is handled. Raise RefusedError if the caller's credentials
         belong to no tenant.
 
-        Health checks and reflection are open to every caller.
+        Health checks and reflection need no credentials.
         """
         if method.startswith(_OPEN_SERVICES):
             return
@@ -54,8 +54,8 @@ class Authenticator:
             task.add_done_callback(self._calls.pop)
 
     def call(self, context: grpc.aio.ServicerContext) -> Call:
-        """Return the properties of an RPC that are not in its message: the caller, session id, trace headers and
-        remaining time."""
+        """Return the context of an RPC, apart from its message: the caller, session id, trace headers and remaining
+        time."""
         # If a header is repeated, its first value counts.
         metadata = reversed(tuple(context.invocation_metadata() or ()))
         headers = {name: value for name, value in metadata if isinstance(value, str)}
@@ -67,8 +67,8 @@ class Authenticator:
         )
 
     def end_unknown_callers(self, removed: frozenset[str]) -> None:
-        """End the running RPCs of callers that no longer belong to a tenant, with the status UNAUTHENTICATED. This is
-        called when tenants were removed."""
+        """End the running RPCs of callers that no longer belong to a tenant, with the status UNAUTHENTICATED. This
+        method is called after tenants were removed from the file of tenants."""
         for task, (caller, context) in list(self._calls.items()):
             try:
                 caller.check()
@@ -77,10 +77,10 @@ class Authenticator:
                 task.cancel()
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
-        """Return the caller of an RPC with the credentials that were sent: an API key, a client certificate, or the use
-        of the Unix socket for operators.
+        """Return the caller of an RPC with the credentials that it sent: an API key, a client certificate, or access to
+        the operators' Unix socket.
 
-        Only the DNS names of a certificate count. A certificate authority may let its subjects choose their own e-mail
+        Only the DNS names in a certificate are used. A certificate authority may let an owner choose any e-mail
         address, so an e-mail address does not prove a host name.
         """
         metadata = dict(context.invocation_metadata() or ())
@@ -105,10 +105,10 @@ def forwarded_metadata(call: Call, tenants_revision: str) -> Iterable[tuple[str,
 
 
 def set_status(context: grpc.aio.ServicerContext, refusal: RefusedError) -> None:
-    """Set the gRPC status that an RPC has when it ends, from the refusal of its request.
+    """Set the final gRPC status of an RPC whose request was refused.
 
-    gRPC's own `abort` stores its exception in the call object. The call, its frames and its request then form a
-    reference cycle that is freed only by a garbage collection.
+    The function replaces gRPC's own `abort`, which stores its exception in the call object. The call, its frames and
+    its request then form a reference cycle that only a garbage collection frees.
     """
     context.set_trailing_metadata(_details(refusal))
     context.set_details(str(refusal))
@@ -116,7 +116,7 @@ def set_status(context: grpc.aio.ServicerContext, refusal: RefusedError) -> None
 
 
 def refusal_of(error: grpc.aio.AioRpcError) -> RefusedError:
-    """Convert the gRPC status with which another server ended an RPC to a RefusedError."""
+    """Convert the gRPC error with which another server ended an RPC to a RefusedError."""
     field = ""
     packed = dict(error.trailing_metadata() or ()).get(DETAILS_KEY)
     if packed is not None and status_pb2 is not None:
@@ -129,10 +129,11 @@ def refusal_of(error: grpc.aio.AioRpcError) -> RefusedError:
 
 @contextmanager
 def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
-    """Run an RPC inside the block, and convert an exception to the gRPC status of the RPC.
+    """A context manager for the block that runs an RPC. It converts an exception of the block to the gRPC status of the
+    RPC.
 
-    RefusedError and Unreadable (a message that cannot be parsed) end the RPC with their status. A cancellation is
-    suppressed if the status has already been set.
+    RefusedError and Unreadable (a message that cannot be parsed) end the RPC with their own status. A cancellation is
+    suppressed if the RPC already has a status other than OK.
     """
     try:
         yield
@@ -146,8 +147,8 @@ def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
 
 
 def _details(refusal: RefusedError) -> tuple[tuple[str, bytes], ...]:
-    """Return the trailing gRPC metadata of a refusal. They name the invalid field and the delay before a retry. The
-    result is empty if the package for these details is not installed."""
+    """Return the trailing gRPC metadata of a refusal, which contain the invalid field and the delay before a retry.
+    Return an empty tuple if the package for these details is not installed."""
     if status_pb2 is None:
         return ()
     status = status_pb2.Status(code=refusal.reason.grpc_code, message=str(refusal))

@@ -28,8 +28,8 @@ _END_REASONS = {finish_reason: end_reason for end_reason, finish_reason in FINIS
 
 
 def encode_delta(request_id: str, delta: Delta) -> scheduler_pb2.GenerateResponse:
-    """Encode a piece of a sample's output as the message GenerateResponse. The last piece also has the reason of the
-    end, the token counts and the embedding."""
+    """Encode a piece of a sample's output as the message GenerateResponse. The last piece of a sample also contains the
+    end reason, the token counts and the embedding."""
     response = scheduler_pb2.GenerateResponse(
         request_id=request_id,
         index=delta.sample_index,
@@ -53,15 +53,15 @@ def encode_delta(request_id: str, delta: Delta) -> scheduler_pb2.GenerateRespons
 
 
 def decode_delta(response: scheduler_pb2.GenerateResponse) -> Delta:
-    """Decode the message GenerateResponse to a piece of a sample's output, without its log-probabilities and the stop
-    text or token."""
+    """Decode a GenerateResponse to a piece of a sample's output. The result lacks the log-probabilities and the stop
+    text or stop token."""
     end = decode_end(0, response) if response.HasField("usage") else None
     return Delta(response.index, response.first_token, list(response.token_ids), response.text, end=end)
 
 
 def decode_end(sequence_id: int, delta: scheduler_pb2.GenerateResponse) -> SequenceEnd:
-    """Return the end of a sequence from the last GenerateResponse of its sample. The message contains no times, so the
-    times are 0 or None."""
+    """Decode the end of a sequence from the last GenerateResponse of its sample. Its times are 0 or None, because the
+    message contains no times."""
     return SequenceEnd(
         sequence_id=sequence_id,
         reason=_END_REASONS[delta.finish_reason],
@@ -80,8 +80,8 @@ def decode_end(sequence_id: int, delta: scheduler_pb2.GenerateResponse) -> Seque
 async def write_deltas(
     active: ActiveRequest, context: grpc.aio.ServicerContext, first_tokens: Sequence[int] | None = None
 ) -> None:
-    """Write the output of all samples of a request to the gRPC stream until the request ends. `first_tokens` contains
-    the first output token to write for each sample (see `ActiveRequest.deltas`).
+    """Write the output of all samples of a request to the gRPC stream until the request ends. `first_tokens` contains,
+    for each sample, the index of the first output token to write (see `ActiveRequest.deltas`).
 
     Raise RefusedError if the request fails.
     """
@@ -92,12 +92,12 @@ async def write_deltas(
 
 
 async def send_headers_if_silent(active: ActiveRequest, context: grpc.aio.ServicerContext) -> None:
-    """Wait for the first output of a request. If no output arrives within SILENCE_S seconds, send the response headers
-    of the RPC without a message, and return.
+    """Wait for the first output of a request, but at most SILENCE_S seconds. If none has arrived by then, send the
+    response headers of the RPC.
 
-    The headers keep proxies from closing the connection, and routers start their own response when they receive them. A
-    request that another server should retry (`--worker-grace`) fails earlier, because a response that has started
-    cannot be retried elsewhere.
+    With the headers, proxies keep the connection open, and routers start their own response. If another server should
+    retry a request (`--worker-grace`), the request fails before this time, because a response that has started cannot
+    be retried elsewhere.
     """
     news = News()
     active.listeners[news.tell] = None
@@ -122,10 +122,10 @@ async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.Servi
 async def whole_response(
     request_id: str, output: SampleRecord, max_delta_tokens: int = _WHOLE_DELTA_TOKENS
 ) -> scheduler_pb2.GenerateResponse:
-    """Return the output so far of one sample as a single message. The sample's output must be kept after reading, as
-    for a detached request.
+    """Return the output so far of one sample as a single message. The sample's output must be kept after it is read, as
+    the output of a detached request is.
 
-    The message is built from deltas of at most `max_delta_tokens` tokens. Other tasks can run between two deltas.
+    The message is built from pieces of at most `max_delta_tokens` tokens, and other tasks can run between two pieces.
     """
     whole, texts = encode_delta(request_id, output.delta(0, 0)), []
     for delta in OutputReader(output, max_tokens=min(_WHOLE_DELTA_TOKENS, max_delta_tokens)).take():
@@ -149,7 +149,7 @@ def _encode_logprobs(entry: TokenLogprobs) -> scheduler_pb2.TokenLogprobs:
 
 
 def decode_logprobs(entry: scheduler_pb2.TokenLogprobs) -> TokenLogprobs:
-    """Return the log-probabilities of one token from their message. This is the inverse of `_encode_logprobs`."""
+    """Decode the log-probabilities of one token from their message. This is the inverse of `_encode_logprobs`."""
     columns = zip(entry.top_token_ids[:], entry.top_logprobs[:], strict=False)
     top = ((each.token_id, each.logprob) for each in entry.top)
     return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, (*top, *columns))

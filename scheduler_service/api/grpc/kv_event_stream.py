@@ -16,11 +16,11 @@ _TIERS = {Tier.DEVICE: scheduler_pb2.KV_TIER_DEVICE, Tier.HOST: scheduler_pb2.KV
 async def kv_event_messages(
     request: scheduler_pb2.SubscribeKvEventsRequest, kv_events: KvEvents, instance_id: str
 ) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
-    """Yield the events of the prefix cache (blocks stored and removed) as messages for a subscriber, until the server
+    """Yield the events of the prefix cache (blocks stored and removed) as messages to a subscriber, until the server
     shuts down.
 
-    Raise RefusedError in three cases: the server shuts down, the log no longer contains the next batch of events, or
-    the request begins at a sequence number of another scheduler.
+    Raise RefusedError if the server shuts down, if the log no longer contains the next batch of events, or if the
+    subscriber wants to continue the events of another scheduler.
     """
     if request.instance_id and request.instance_id != instance_id:
         raise RefusedError(
@@ -41,7 +41,7 @@ async def kv_event_messages(
 
 
 async def _after(sequence_number: int, kv_events: KvEvents) -> KvEventBatch:
-    """Wait for the batch of cache events after `sequence_number` and return it.
+    """Wait for the batch of cache events that follows batch `sequence_number`, and return it.
 
     Raise RefusedError if the log no longer contains the batch, or if the server has shut down.
     """
@@ -61,7 +61,8 @@ async def _after(sequence_number: int, kv_events: KvEvents) -> KvEventBatch:
 
 
 def _messages(batch: KvEventBatch) -> Iterator[scheduler_pb2.SubscribeKvEventsResponse]:
-    """Yield a batch of cache events as one or more messages of limited size. An empty batch has one message."""
+    """Yield the messages of a batch of cache events. A large batch is divided into several messages of limited size. An
+    empty batch is one message."""
     message = scheduler_pb2.SubscribeKvEventsResponse(sequence_number=batch.sequence_number)
     num_values = 0
     for event in batch.events:
@@ -75,7 +76,8 @@ def _messages(batch: KvEventBatch) -> Iterator[scheduler_pb2.SubscribeKvEventsRe
 
 
 def _encode(event: KvEvent, message: scheduler_pb2.KvEvent) -> int:
-    """Fill in the message of one cache event. Return the approximate number of values in the message."""
+    """Write one cache event into `message`. Return the approximate number of values in the message, which limits its
+    size."""
     if isinstance(event, BlockStored):
         stored = message.stored
         stored.block_hash, stored.parent_hash = event.block_hash, event.parent_hash

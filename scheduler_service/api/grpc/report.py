@@ -26,7 +26,7 @@ def encode_server(
     options: SchedulerOptions,
     has_tenants: bool,
 ) -> scheduler_pb2.GetServerInfoResponse:
-    """Return the part of GetServerInfo's answer that does not change while the scheduler runs, such as the model's
+    """Return the part of GetServerInfo's answer that stays the same while the scheduler runs, such as the model's
     properties."""
     return scheduler_pb2.GetServerInfoResponse(
         version=version,
@@ -48,8 +48,8 @@ def encode_server(
 
 
 def encode_worker(capacity: WorkerCapacity, epoch: int) -> scheduler_pb2.WorkerInfo:
-    """Return the description of the connected worker for GetServerInfo's answer. `epoch` is the number of the worker's
-    connection."""
+    """Describe the connected worker for GetServerInfo's answer. `epoch` is the number of the connection to the
+    worker."""
     return scheduler_pb2.WorkerInfo(**_common(capacity, scheduler_pb2.WorkerInfo), epoch=epoch)
 
 
@@ -66,7 +66,7 @@ def decode_stats(loads: scheduler_pb2.GetLoadsResponse) -> SchedulerStats:
 
 
 def encode_report(report: RequestReport, now: float) -> scheduler_pb2.GetRequestResponse:
-    """Encode the state of one request as GetRequest's answer. `now` is the current time in seconds, of the same clock
+    """Encode the state of one request as GetRequest's answer. `now` is the current time in seconds, on the same clock
     as the times in the report."""
     same = _common(report, scheduler_pb2.GetRequestResponse)
     same["state"] = scheduler_pb2.RequestState.Value(f"REQUEST_STATE_{report.state.upper()}")
@@ -75,7 +75,7 @@ def encode_report(report: RequestReport, now: float) -> scheduler_pb2.GetRequest
 
 
 def _common(record: Any, message: type[Message]) -> dict[str, Any]:
-    """Return the fields of a dataclass that also exist in this type of protobuf message, as a mapping from name to
+    """Return the fields of a dataclass that also exist in a type of protobuf message, as a mapping from name to
     value."""
     names = message.DESCRIPTOR.fields_by_name
     return {field.name: getattr(record, field.name) for field in fields(record) if field.name in names}

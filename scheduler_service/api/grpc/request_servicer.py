@@ -56,11 +56,11 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[Call], scheduler_pb2.GetLoadsResponse] | None = None,
     ) -> None:
-        """Create the RPCs that a scheduler and a front end share. `intake` admits the requests of all APIs of the
-        server, so its limits apply to their total.
+        """Create the RPCs that a scheduler and a front end have in common. `intake` admits the requests of all APIs of
+        the server, so that its limits apply to all of them together.
 
-        `server_info` returns the current answer of GetServerInfo. `loads` returns the server's load; without `loads`,
-        GenerateMany refuses the command `get_loads`.
+        `server_info` returns the current answer of GetServerInfo. `loads` returns the server's load. Without `loads`,
+        the command `get_loads` of a GenerateMany RPC is refused.
         """
         self.intake = intake
         self._authenticator = authenticator
@@ -70,15 +70,16 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @property
     def num_unread_failures(self) -> int:
-        """The number of failed requests whose error was not yet sent, because the clients of GenerateMany do not read
-        their messages. It can be read from any thread."""
+        """The number of failed requests in GenerateMany RPCs whose error has not been sent yet, because the clients
+        read too slowly. It can be read from any thread."""
         return sum(call.num_unread_failures for call in tuple(self._shared_calls))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
 
     def announce(self) -> None:
-        """Send the server's state to the clients of all GenerateMany RPCs again, because the state has changed."""
+        """Send the server's new state to the clients of all GenerateMany RPCs. The server calls this when its state has
+        changed."""
         for call in self._shared_calls:
             call.announce()
 
@@ -164,14 +165,14 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return response
 
     def _tenant(self, request: Any, context: grpc.aio.ServicerContext) -> str:
-        """Return the tenant of a message that has a `tenant` field. Raise RefusedError if the caller may not act for
-        this tenant."""
+        """Return the tenant to which a message with a `tenant` field applies. Raise RefusedError if the caller may not
+        act for this tenant."""
         return self._authenticator.call(context).caller.tenant(request.tenant)
 
 
 class FrontEndServicer(RequestServicer):
-    """The gRPC service SchedulerService of a front end. Requests run over the front end's link to its scheduler. Some
-    other RPCs are forwarded to the scheduler, and the rest are refused."""
+    """The gRPC service SchedulerService of a front end. It sends requests to the scheduler over the front end's link.
+    It forwards some other RPCs to the scheduler, and refuses the rest."""
 
     def __init__(
         self,
@@ -226,8 +227,8 @@ class FrontEndServicer(RequestServicer):
         return await answer_of(self._forward_call(method, request, context))
 
     def _forward_call(self, method: str, request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
-        """Forward an RPC about a request of the caller's tenant to the scheduler, and yield the messages of the
-        scheduler's answer."""
+        """Forward an RPC to the scheduler, on behalf of the caller's tenant, and yield the messages of the scheduler's
+        answer."""
         call = self._authenticator.call(context)
         named = submitted(request) if isinstance(request, scheduler_pb2.SubmitRequest) else request
         named.tenant = call.caller.tenant(named.tenant)
@@ -241,7 +242,7 @@ class FrontEndServicer(RequestServicer):
 
 
 async def answer_of(messages: AsyncGenerator[Any, None]) -> Any:
-    """Return the only message of a forwarded unary RPC. Raise RefusedError if the RPC fails."""
+    """Wait for the only message of a forwarded unary RPC and return it. Raise RefusedError if the RPC fails."""
     [answer] = [message async for message in messages]
     return answer
 

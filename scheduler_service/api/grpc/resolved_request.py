@@ -43,10 +43,10 @@ _decode = decoder(Request, scheduler_pb2.ResolvedRequest, apart=_SCHEDULERS_OWN)
 
 
 def encode_resolved(request: Request, max_sequence_tokens: int) -> scheduler_pb2.ResolvedRequest:
-    """Encode a request as the message ResolvedRequest, in which a front end sends it to its scheduler.
+    """Encode a request as the message ResolvedRequest, which a front end sends to its scheduler.
 
-    If `max_tokens` is the largest number that fits into the context, the message leaves it unset. The scheduler then
-    determines the limit.
+    If prompt and output would fill the context, the field `max_tokens` remains unset, so that the scheduler computes
+    the limit itself.
     """
     message = _encode(request)
     if len(request.prompt_token_ids) + request.max_tokens == max_sequence_tokens:
@@ -57,16 +57,16 @@ def encode_resolved(request: Request, max_sequence_tokens: int) -> scheduler_pb2
 def submitted(
     message: scheduler_pb2.Submission | scheduler_pb2.SubmitRequest,
 ) -> scheduler_pb2.ResolvedRequest | scheduler_pb2.GenerateRequest:
-    """Return the request that a message contains. If the message contains both a ResolvedRequest and a GenerateRequest,
-    the ResolvedRequest counts."""
+    """Return the ResolvedRequest or the GenerateRequest that a message contains. If the message contains both, return
+    the ResolvedRequest."""
     return message.resolved if message.HasField("resolved") else message.request
 
 
 def read_submitted(
     message: scheduler_pb2.Submission | scheduler_pb2.SubmitRequest, call: Call, model: ModelInfo
 ) -> ParsedRequest:
-    """Return the parsed request of a Submission or SubmitRequest message. The message contains a GenerateRequest from a
-    client or a ResolvedRequest from a front end. Raise RefusedError if the request is invalid."""
+    """Parse the request in a Submission or SubmitRequest message. A client sends it as a GenerateRequest, and a front
+    end as a ResolvedRequest. Raise RefusedError if the request is invalid."""
     if not message.HasField("resolved"):
         return read_request(message.request, call, model)
     if isinstance(message, scheduler_pb2.Submission):
@@ -84,8 +84,8 @@ def decode_resolved(
     """Check a ResolvedRequest from a front end, and return it as a parsed request. The tokens of the prompt are checked
     later.
 
-    `stop` contains the texts that end the output. Raise RefusedError if a value is invalid, or if the front end derived
-    other values from the options than this scheduler does.
+    `stop` contains the texts that end the output. Raise RefusedError if a value is invalid, or if a value that the
+    front end derived from the options differs from this scheduler's own result.
     """
     rest = scheduler_pb2.ResolvedRequest()
     rest.CopyFrom(message)
@@ -116,7 +116,8 @@ def decode_resolved(
 
 
 def _options(request: Request, model: ModelInfo) -> dict[str, Any]:
-    """Return the sampling options of a request by name, without the options that the checkpoint adds.
+    """Return the sampling options that a request contains, by name, as a client would have sent them. Values that the
+    checkpoint's files add, such as its end tokens, are omitted.
 
     Raise ValueError if the number of logit biases differs from the number of their tokens.
     """
@@ -140,8 +141,8 @@ def _options(request: Request, model: ModelInfo) -> dict[str, Any]:
 
 
 def _matches_derived_values(request: Request, model: ModelInfo) -> bool:
-    """Return whether the front end derived the same values from the request's options as this scheduler does. Such
-    values are, for example, the sorted stop tokens and the number of beam candidates."""
+    """Return whether the values that the front end derived from the request's options equal this scheduler's own
+    results. Examples of such values are the sorted stop tokens and the number of beam candidates."""
     sampling, grammar, listed = request.sampling, request.grammar, request.sampling.logprob_token_ids
     if sampling.pooling is not Pooling.NONE:
         pooled = SamplingParams(pooling=model.embedding.pooling)

@@ -29,8 +29,8 @@ from scheduler_service.serving.tenants.quota import Quotas
 
 
 class SchedulerServicer(RequestServicer):
-    """The gRPC service SchedulerService of a scheduler, with the RPCs that only a scheduler implements: detached
-    requests, events of the KV cache, and reports."""
+    """The gRPC service SchedulerService of a scheduler. It adds the RPCs that a front end cannot answer itself:
+    detached requests, events of the KV cache, and reports."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class SchedulerServicer(RequestServicer):
         retention_limit: Callable[[str], int],
         quotas: Quotas | None = None,
     ) -> None:
-        """Create the gRPC service of a scheduler. `info` is the part of GetServerInfo's answer that does not change.
-        `generation_throughput` returns output tokens per second. `retention_limit` returns the longest time, in
+        """Create the gRPC service of a scheduler. `info` is the part of GetServerInfo's answer that stays the same.
+        `generation_throughput` returns the output tokens per second. `retention_limit` returns the longest time, in
         seconds, for which a tenant's request may ask to keep its cached blocks. Without `quotas`, tenants have no
         quotas."""
         intake = Intake(
@@ -172,8 +172,8 @@ class SchedulerServicer(RequestServicer):
 
 
 async def result_of(active: ActiveRequest) -> scheduler_pb2.GetResultResponse:
-    """Return the answer of GetResult for a detached request. The answer contains the output so far, the state of the
-    request, and its error if it has failed."""
+    """Build the answer of GetResult for a detached request: the state of the request, its output so far, and its error
+    if it has failed."""
     # The state is read first. Tokens may be added to the outputs while the response is built, but a finished request
     # has complete outputs.
     state = scheduler_pb2.RESULT_STATE_FINISHED if active.has_ended else scheduler_pb2.RESULT_STATE_RUNNING
@@ -187,9 +187,9 @@ async def result_of(active: ActiveRequest) -> scheduler_pb2.GetResultResponse:
 
 
 def first_tokens_of(message: scheduler_pb2.AttachRequest, active: ActiveRequest) -> list[int]:
-    """Return, for each sample of a detached request, the index of the first output token to send to an attaching
-    client. Raise RefusedError if an index is after the sample's last token, or if there are more indexes than
-    samples."""
+    """Determine where a client that attaches to a detached request begins to read. Return the index of the first output
+    token for each sample. Raise RefusedError if an index is after the sample's last token, or if there are more indexes
+    than samples."""
     num_samples = len(active.outputs)
     if len(message.from_tokens) > num_samples:
         raise invalid(

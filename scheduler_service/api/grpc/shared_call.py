@@ -37,8 +37,8 @@ _LOGPROB_WEIGHT = 32  # so that a message takes a few milliseconds
 
 
 class _Submitted:
-    """A request that a client has submitted over a GenerateMany RPC, with the readers of its samples' outputs. The
-    request either waits for admission or runs."""
+    """A request that a client has submitted over a GenerateMany RPC, and the readers of its output. The request waits
+    for admission or runs."""
 
     def __init__(self, stream_id: int) -> None:
         self.stream_id = stream_id
@@ -72,9 +72,9 @@ class SharedCall:
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[Call], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
-        """Create the server's side of a GenerateMany RPC. `server_info` returns the server's description and state. The
-        first message to the client contains this state, and so does a later message whenever the state has changed.
-        `loads` returns the server's load; without `loads`, the client's command `get_loads` is refused."""
+        """Create the server's side of a GenerateMany RPC. `server_info` returns the server's description and state.
+        They are part of the first message to the client, and of a later message whenever the state has changed. `loads`
+        returns the server's load; without `loads`, the client's command `get_loads` is refused."""
         self._intake = intake
         self._call = call
         self._news = News()
@@ -95,7 +95,7 @@ class SharedCall:
         self._is_closing = False  # new submissions are refused
 
     def announce(self) -> None:
-        """Send the server's state to the client again, because it has changed."""
+        """Send the server's new state to the client. The server calls this when its state has changed."""
         self._announces = True
         self._news.tell()
 
@@ -107,8 +107,8 @@ class SharedCall:
     async def serve(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        """Run the RPC: read the client's commands and write the output of its requests. Return when every request has
-        ended and the client has half-closed the RPC or `close` was called.
+        """Run the RPC: read the client's commands and write the output of its requests. Return when all requests have
+        ended and no more can follow, because the client has half-closed the RPC or `close` was called.
 
         Raise RefusedError if a command of the client is invalid.
         """
@@ -194,8 +194,8 @@ class SharedCall:
             self._fail(request, RefusedError(Reason.INTERNAL, "the request failed; see the server's log"))
 
     async def _queue_request(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
-        """Check the fields that only a Submission message has, and queue its request in the engine. Raise RefusedError
-        if the request is invalid or refused."""
+        """Queue the request of a Submission message in the engine. First check the fields that only a Submission has.
+        Raise RefusedError if the request is invalid or refused."""
         message, token_only = submission.request, submission.token_only
         has_text = not (token_only or submission.HasField("resolved"))
         if submission.tenants_revision:
@@ -258,7 +258,7 @@ class SharedCall:
         self._mark_ready(request)
 
     def _cancel(self, request: _Submitted) -> None:
-        """Remove a request that is over from the RPC, and cancel its remaining tasks and samples."""
+        """Remove a request from the RPC. Cancel its task and timer, and abort its samples that have not ended."""
         del self._requests[request.stream_id]
         if request.error is not None:
             self.num_unread_failures -= 1
@@ -277,10 +277,11 @@ class SharedCall:
             request.active.cancel()
 
     def _count_kept_tokens(self, request: _Submitted, active: ActiveRequest) -> None:
-        """Count the output tokens that the client kept of a relayed request (one whose client finds stop texts itself).
-        If the client has not reported the number for an ended sample yet, remember the sample until the report.
+        """Count the output tokens that the client kept of a relayed request. The client of such a request looks for
+        stop texts itself, and reports how many tokens of each sample it kept. If this report is missing for an ended
+        sample, remember the sample until the report arrives.
 
-        A sample that is not over yet is counted when it ends, and all its tokens count as kept.
+        A sample that has not ended yet is counted at its end, and all its tokens count as kept.
         """
         active.is_relayed = False
         for index, output in enumerate(active.outputs):
@@ -297,8 +298,8 @@ class SharedCall:
             self._news.tell()
 
     def _take(self) -> scheduler_pb2.GenerateManyResponse:
-        """Return the next message to the client, with the new output of all requests. Output beyond the maximum size of
-        a message remains for the following message."""
+        """Return the next message to the client, with the new output of all requests. If the output exceeds the maximum
+        size of a message, the rest remains for the next message."""
         message = scheduler_pb2.GenerateManyResponse()
         if self._announces:
             self._announces = False

@@ -55,8 +55,8 @@ _SPELLING_OF_CALLS = {"whitespace_flexible": False, "item_separator": ", ", "key
 
 
 def read_generate_request(message: vllm_engine_pb2.GenerateRequest, call: Call, model: ModelInfo) -> ParsedRequest:
-    """Return the parsed request of VllmEngine's Generate RPC. Raise RefusedError if a field is invalid, or is set but
-    not supported."""
+    """Parse the request of VllmEngine's Generate RPC. Raise RefusedError if a field is invalid, or if a field is set
+    that this server does not support."""
     _check_supported(message)
     given = message.WhichOneof("input")
     if given is None:
@@ -82,11 +82,12 @@ def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
 
 
 def _options(sampling: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
-    """Return the sampling options in a VllmEngine request, by name. The fields of VllmEngine have the same names as
-    this server's options.
+    """Return the sampling options in a VllmEngine request, by name. This server's options have the same names as the
+    fields of VllmEngine.
 
-    A grammar applies from the first token, whatever `grammar_from_first_token` says. The server parses no reasoning, so
-    a grammar cannot start after the reasoning. GetServerInfo reports this to routers (`constrained_decoding_start`).
+    A grammar always applies from the first token, and the field `grammar_from_first_token` is ignored: the server does
+    not parse reasoning, so a grammar cannot start after the reasoning. GetServerInfo reports this to routers
+    (`constrained_decoding_start`).
     """
     options: dict[str, Any] = {"temperature": 1.0}
     for name, may_be_unset, read in _OPTIONS:
@@ -99,11 +100,11 @@ def _options(sampling: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
 
 
 def restrict_tool_calls(schema: str) -> str:
-    """Make a router's JSON schema for tool calls stricter: a call has no other properties, and the JSON formatting is
-    fixed. Return the new schema, or any other schema unchanged.
+    """Make a router's JSON schema for tool calls stricter, so that the router can parse every output: a call has no
+    extra properties, and the JSON formatting is fixed. Return the new schema. Return any other schema unchanged.
 
-    The router's schema allows more properties in a call than its parser accepts. With an extra property, the router
-    would treat all calls as text.
+    The router's own schema allows extra properties in a call, which the router's parser does not accept. With an extra
+    property, the router would treat all calls as text.
     """
     if not schema.startswith(_CALLS_BEGINNING):
         return schema

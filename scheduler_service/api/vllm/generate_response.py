@@ -15,8 +15,8 @@ from scheduler_service.serving.output import Delta
 
 
 class ResponseTranslator:
-    """The translator of one request's output to VllmEngine's response messages. It keeps the output tokens of each
-    sample, since the last message of a sample repeats them."""
+    """A translator of one request's output to VllmEngine's response messages. It stores the output tokens of each
+    sample, because the last message of a sample repeats them."""
 
     def __init__(self, message: vllm_engine_pb2.GenerateRequest, request: Request) -> None:
         """Create the translator for the output of one request. `message` is the client's message, and `request` is the
@@ -35,7 +35,7 @@ class ResponseTranslator:
                 self._prompt_logprobs.top_logprobs.add()
 
     def translate(self, delta: Delta) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """Yield VllmEngine's response messages for a new piece of a sample's output."""
+        """Yield VllmEngine's response messages for new output of a sample."""
         self._take_prompt_logprobs(delta.prompt_logprobs)
         self._token_ids[delta.sample_index].extend(delta.token_ids)
         if self._is_streaming:

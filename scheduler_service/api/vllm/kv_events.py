@@ -38,11 +38,12 @@ class KvEventFeed:
         read_load: Callable[[], Load] | None,
         root: bytes,
     ) -> None:
-        """Create the stream of cache events for one subscription. `first_number` is the sequence number of the server's
-        start, before its first event. `read_load` returns the scheduler's load, which the batches contain.
+        """Create the stream of cache events for one subscription. `first_number` is the first sequence number of this
+        server, before any event. `read_load` returns the scheduler's load, which is added to the batches. `root` is the
+        hash at the root of the cached content that the subscriber's requests can hit.
 
-        Without `read_load`, the batches contain neither the load nor the sequence numbers of all tenants' events.
-        `root` is the hash at the root of the cached content that the subscriber's requests can hit.
+        Without `read_load`, the subscriber must not see the activity of other tenants: the batches contain no load, and
+        are numbered for this subscription only.
         """
         self._kv_events = kv_events
         self._first_number = first_number
@@ -58,8 +59,8 @@ class KvEventFeed:
     async def batches(
         self, request: common_pb2.SubscribeKvEventsRequest
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-        """Yield batches of prefix cache events to a subscriber until the server shuts down. The first batches are a
-        snapshot of the cache, unless the request continues an earlier subscription."""
+        """Yield batches of prefix cache events to a subscriber until the server shuts down. Begin with a snapshot of
+        the whole cache, unless the request continues an earlier subscription."""
         with self._kv_events.following():
             last = request.start_sequence_number - self._first_number  # in the log's numbers
             first_start, last_start = self._kv_events.starts
@@ -120,13 +121,13 @@ class KvEventFeed:
         return batch
 
     def _count(self, log_number: int, num_batches: int) -> None:
-        """Advance the subscription's sequence number by `num_batches` batches. `log_number` is the number of the last
-        event batch in the log that these batches contain."""
+        """Advance the sequence number of the subscription before `num_batches` batches are sent. `log_number` is the
+        number of the last batch in the log whose events they contain."""
         self._number = self._first_number + log_number if self._sees_all else self._number + num_batches
 
     def _batch(self, num_left: int = 0) -> common_pb2.KvEventBatch:
-        """Return an empty batch with its sequence number. After this batch, `num_left` batches follow that have been
-        counted already."""
+        """Return an empty batch with its sequence number. If `_count` was called for several batches at once,
+        `num_left` is the number of these batches that follow this one."""
         return common_pb2.KvEventBatch(sequence_number=self._number - num_left, timestamp=time.time(), dp_rank=0)
 
     def _is_load_due(self) -> bool:
@@ -146,7 +147,7 @@ class KvEventFeed:
 
 
 def _encode(events: Sequence[KvEvent]) -> list[common_pb2.KvCacheEvent]:
-    """Return the messages of cache events: one for each chain of consecutive stored blocks, and one for each run of
+    """Encode cache events as messages. Consecutive stored blocks of one chain share a message, and so do consecutive
     removed blocks."""
     messages: list[common_pb2.KvCacheEvent] = []
     previous: KvEvent | None = None

@@ -25,8 +25,9 @@ def model_info(
 ) -> vllm_engine_pb2.GetModelInfoResponse:
     """Return VllmEngine's answer to GetModelInfo, which describes the served model to a router.
 
-    Paths are paths on this machine. A router that does not find them calls GetTokenizer. If a router would find another
-    tokenizer or chat template in the files than the served one, the answer names a tokenizer path that does not exist.
+    The answer contains file paths on this machine. A router that does not find the files calls GetTokenizer. If the
+    files would give a router another tokenizer or chat template than this server uses, the answer contains a tokenizer
+    path that does not exist.
     """
     directory = str(model.directory)
     values = {name: getattr(model.sampling_defaults, name) for name in CHECKPOINTS_OPTIONS}
@@ -49,8 +50,8 @@ def model_info(
 
 
 def server_info(worker: DescribedWorker | None, max_num_seqs: int) -> vllm_engine_pb2.GetServerInfoResponse:
-    """Return VllmEngine's answer to GetServerInfo without the counters of requests. `worker` is None before the first
-    worker has connected."""
+    """Return VllmEngine's answer to GetServerInfo, without the counters of requests. `worker` is None if no worker has
+    connected yet."""
     info = vllm_engine_pb2.GetServerInfoResponse(
         server_type=SERVER_TYPE,
         data_parallel_size=1,
@@ -96,7 +97,7 @@ def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:
 
 
 def engine_load(load: Load) -> common_pb2.EngineLoad:
-    """Return the part of the scheduler's load that routers use to balance requests over servers."""
+    """Return the values of the scheduler's load that routers use to distribute requests over servers."""
     usage = share(load.stats.num_held_blocks, load.stats.num_device_blocks)
     return common_pb2.EngineLoad(
         running_requests=load.stats.num_running,

@@ -52,8 +52,8 @@ _HTTP_NAMES = {
 
 
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """The implementation of the gRPC service VllmEngine in a scheduler or a front end. Routers use this service to
-    balance requests over several servers."""
+    """The implementation of the gRPC service VllmEngine, in a scheduler or a front end. Routers use this service to
+    distribute requests over several servers."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         cache: tuple[StepLoop, Callable[[], Load]] | None,
     ) -> None:
         """Create the VllmEngine service of a scheduler or a front end. `intake` admits the requests of all APIs of this
-        server. `info` returns the answer of SchedulerService's GetServerInfo. `read_load` returns the scheduler's load
-        and may raise RefusedError.
+        server. `info` returns the same answer as the RPC GetServerInfo of SchedulerService. `read_load` returns the
+        scheduler's load, or raises RefusedError.
 
-        `cache` contains the step loop, for access to the prefix cache, and a function that returns the load that is
-        sent with cache events. It is None in a front end.
+        `cache` is None in a front end. In a scheduler it is a tuple: the step loop, through which the prefix cache is
+        accessed, and a function that returns the load to send with cache events.
         """
         self._intake = intake
         self._authenticator = authenticator
@@ -98,7 +98,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_engine_pb2.AbortResponse:
         """Abort running requests by their ids, and return an empty response.
 
-        Unknown or ended requests are ignored, because the router cannot know their state.
+        Ignore ids of unknown or ended requests: a router cannot know whether a request has just ended.
         """
         call = self._authenticator.call(context)
         tenant = call.caller.tenant(_TENANT)
@@ -131,11 +131,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def HealthCheck(
         self, request: vllm_engine_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.HealthCheckResponse:
-        """Return whether the server accepts requests. Before the first worker has connected, the RPC fails with
-        UNAVAILABLE.
-
-        After UNAVAILABLE, a router repeats the check, and it lists no model until the check succeeds.
-        """
+        """Report whether the server accepts requests. Before the first worker has connected, the RPC fails with
+        UNAVAILABLE. A router then repeats the check, and does not list the model until a check succeeds."""
         if self._availability.is_serving:
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
         reason = self._availability.refusal()
@@ -258,8 +255,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             active.cancel()
 
     async def _tokenizer_archive(self) -> bytes:
-        """Return a zip archive of the tokenizer's files. The archive is built once, on a thread. Raise RefusedError if
-        the checkpoint has no tokenizer or a file cannot be read."""
+        """Return a zip archive of the tokenizer's files. The first call builds the archive on a thread, and later calls
+        use the same archive. Raise RefusedError if the checkpoint has no tokenizer or a file cannot be read."""
         if self._intake.model.tokenizer_path is None:
             raise RefusedError(Reason.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
         if self._archive is None:

@@ -21,9 +21,9 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed date, so that equal files give equal a
 
 
 def read_tokenizer_archive(model: Path) -> bytes:
-    """Return a zip archive of the tokenizer's files in a checkpoint directory or a GGUF file, as bytes.
+    """Return a zip archive of the tokenizer's files, as bytes. `model` is a checkpoint directory or a GGUF file.
 
-    If the checkpoint stores its tokenizer in other files, the archive contains an equivalent tokenizer.json and
+    If the tokenizer is stored in files of another format, the archive contains an equivalent tokenizer.json and
     tokenizer_config.json.
 
     Raise OSError or ValueError if a file has become unreadable since the service started.
@@ -60,10 +60,10 @@ def _tokenizer_files(tokenizer: TokenizerFiles) -> Iterator[tuple[str, bytes]]:
 
 
 def _one_template(template: str | None, contents: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files of the archive that must be replaced or added, by name, so that a router finds the served chat
-    template.
+    """Make sure that a router finds the served chat template in the archive. Return the files to replace or add, as a
+    mapping from name to content.
 
-    The router supports neither lists of templates in tokenizer_config.json nor other template files.
+    A router supports neither a list of templates in tokenizer_config.json nor template files with other names.
     """
     config = json.loads(contents.get(_CONFIG, b"{}"))
     in_config = config.get("chat_template")
@@ -77,7 +77,8 @@ def _one_template(template: str | None, contents: Mapping[str, bytes]) -> dict[s
 
 
 def archive_chunks(archive: bytes) -> Iterator[common_pb2.GetTokenizerChunk]:
-    """Yield the archive of the tokenizer in chunks. The last chunk also has the SHA-256 digest of the whole archive."""
+    """Yield the archive of the tokenizer in chunks. The last chunk also contains the SHA-256 digest of the whole
+    archive."""
     for start in range(0, len(archive), _CHUNK_BYTES):
         chunk = common_pb2.GetTokenizerChunk(data=archive[start : start + _CHUNK_BYTES])
         if start + _CHUNK_BYTES >= len(archive):
