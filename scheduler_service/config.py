@@ -128,14 +128,15 @@ class SchedulerConfig:
 
     @property
     def served_model_names(self) -> list[str]:
-        """The configured names of the served model, or an empty list. Responses contain the first name, and requests
-        may use any of the names."""
+        """The names that requests may use for the served model, as configured, or an empty list. Responses contain the
+        first name."""
         given = (self.served_model_name or "").split(",")
         return list(dict.fromkeys(name for each in given if (name := each.strip())))
 
     @property
     def worker_addresses(self) -> list[str]:
-        """The network addresses of the worker's ranks (the processes that share a model), in order of rank."""
+        """The network addresses of the worker's ranks, in rank order. The ranks are the worker processes that share a
+        model."""
         return [address.strip() for address in self.worker.split(",")]
 
     def validate(self) -> None:
@@ -156,8 +157,8 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """The options of the OpenAI-compatible HTTP API, in a stand-alone front end or in the front end of `pagewire
-    serve`."""
+    """The options of the OpenAI-compatible HTTP API. They apply to a stand-alone front end and to the front end within
+    `pagewire serve`."""
 
     http_host: str = option("127.0.0.1", "address to serve the OpenAI API on")
     http_port: int | None = option(

@@ -39,10 +39,9 @@ async def run(
     num_log_lines_dropped: Callable[[], int] = lambda: 0,
 ) -> int:
     """Run a front end, which accepts requests and sends them to a scheduler. When `stop` is set, refuse new requests
-    and let running requests end, but at most until `stop_now` is set. Return the process's exit code.
-
-    `ready` is called once with the URL, when requests are first accepted. `num_log_lines_dropped` supplies a metric.
-    """
+    and wait for running requests, but stop waiting when `stop_now` is set. Return the process's exit code. `ready` is
+    called once with the URL, when requests are first accepted. `num_log_lines_dropped` returns the value of a
+    metric."""
     try:
         config.validate()
         link_tls = link_files("scheduler", config.scheduler_tls_ca, config.scheduler_tls_cert, config.scheduler_tls_key)
@@ -157,11 +156,9 @@ def _failed(error: BaseException | None) -> int:
 
 
 def _api_key(path: str | None) -> WatchedFiles[tuple[tuple[str, str]]] | None:
-    """Return the front end's API key for the scheduler, as gRPC metadata from a file that is watched for changes.
-    Return None if no file is configured.
-
-    Raise OSError if the file cannot be read, and ValueError if it does not contain a key.
-    """
+    """Read the API key with which the front end authenticates to the scheduler, from a file that is watched for
+    changes. Return it as gRPC metadata, or None if no file is configured. Raise OSError if the file cannot be read, and
+    ValueError if it does not contain a key."""
 
     def parse(content: bytes) -> tuple[tuple[str, str]]:
         key = content.strip().decode(errors="replace")

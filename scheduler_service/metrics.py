@@ -185,8 +185,8 @@ _FRONT_END_COUNTERS = {
 
 @dataclass(frozen=True, slots=True)
 class ServiceStats:
-    """Statistics of the scheduler service outside of the scheduler core, for the metrics. They cover the worker, data
-    that is retained in memory, and dropped data. Sizes are in bytes."""
+    """Statistics of the scheduler service, for its metrics, apart from the scheduler core's own statistics. They cover
+    the worker, the memory of stored data, and dropped log lines. Sizes are in bytes."""
 
     capacity: WorkerCapacity | None = None  # of the connected worker, or of the last one
     num_worker_losses: int = 0
@@ -230,14 +230,14 @@ class Histogram:
         self.sum += value * count
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return the cumulative buckets of the histogram in Prometheus' form. Each item is a pair: an upper bound, and
-        the number of observations up to this bound."""
+        """Return the buckets of the histogram in Prometheus' form, as pairs. Each pair contains an upper bound, and the
+        number of all observations up to this bound."""
         bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
 
 
 class Metrics(Observer):
-    """An observer of the step loop that accumulates the numbers for the scheduler's Prometheus metrics."""
+    """An observer of the step loop that collects the values of the scheduler's Prometheus metrics."""
 
     def __init__(self) -> None:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
@@ -253,8 +253,8 @@ class Metrics(Observer):
         self._collection_began_at = 0.0, 0.0
 
     def collection(self, phase: str, info: dict[str, Any]) -> None:
-        """Record the duration of a garbage collection, in wall time and CPU time. Python calls this method at the start
-        and the end of each collection, because it is in `gc.callbacks`."""
+        """Record the duration of a garbage collection, in wall time and CPU time. The function must be in
+        `gc.callbacks`: Python then calls it at the start and the end of each collection."""
         if phase == "start":
             self._collection_began_at = time.perf_counter(), time.thread_time()
         else:
@@ -268,7 +268,7 @@ class Metrics(Observer):
             self.num_grammar_requests[request.grammar.kind.name.lower()] += 1
 
     def grammar_checked(self, seconds: float, is_good: bool) -> None:
-        """Record how many seconds the compilation of a request's grammar took, and whether the grammar is valid."""
+        """Record the result of a grammar check: its duration in seconds, and whether the grammar is valid."""
         self._observe("pagewire:grammar_check_seconds", seconds)
         self.num_grammar_checks["accepted" if is_good else "refused"] += 1
 
@@ -317,8 +317,8 @@ class Metrics(Observer):
 
 
 class Labelled:
-    """A base class of Prometheus collectors. It creates metric families that have the labels of this process, such as
-    the model's name."""
+    """A base class of Prometheus collectors. Its methods create metrics with the labels of this process, such as the
+    model's name."""
 
     def __init__(self, model_name: str) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
@@ -336,8 +336,8 @@ class Labelled:
         table: Mapping[str, tuple[str, str]],
         source: object,
     ) -> Iterator[Metric]:
-        """Yield a metric for each entry of a table. The table maps the name of a metric to its help text and to the
-        attribute of `source` that contains the value."""
+        """Yield one metric for each entry of a table. A key of the table is the metric's name. Its value is a pair: the
+        help text, and the attribute of `source` that contains the metric's value."""
         for name, (text, field_name) in table.items():
             yield self._number(kind, name, text, getattr(source, field_name))
 
@@ -365,11 +365,12 @@ class Labelled:
 
 
 class FrontEndCollector(Labelled, Collector):
-    """A Prometheus collector for a front end process. It reads the front end's statistics at each scrape."""
+    """A Prometheus collector for a front end process. At each scrape, it converts the front end's statistics to
+    metrics."""
 
     def __init__(self, read_stats: Callable[[], FrontEndStats]) -> None:
-        """Create the Prometheus collector of a front end. `read_stats` returns the front end's statistics. It is called
-        on the threads of the metrics server, not on the event loop's thread."""
+        """Create the Prometheus collector of a front end. `read_stats` returns the front end's statistics. It must be
+        thread-safe, because it is called on the threads of the metrics server and not on the event loop's thread."""
         super().__init__("")
         self._read_stats = read_stats
 
@@ -385,7 +386,8 @@ class FrontEndCollector(Labelled, Collector):
 
 
 class MetricsCollector(Labelled, Collector):
-    """A Prometheus collector for a scheduler process. It reads the scheduler's statistics at each scrape."""
+    """A Prometheus collector for a scheduler process. At each scrape, it converts the scheduler's statistics to
+    metrics."""
 
     def __init__(
         self,
@@ -395,7 +397,8 @@ class MetricsCollector(Labelled, Collector):
         read_service_stats: Callable[[], ServiceStats],
     ) -> None:
         """Create the Prometheus collector of a scheduler. `read_stats` and `read_service_stats` return the current
-        statistics. They are called on the threads of the metrics server, not on the event loop's thread."""
+        statistics. They must be thread-safe, because they are called on the threads of the metrics server and not on
+        the event loop's thread."""
         super().__init__(model_name)
         self._metrics = metrics
         self._read_stats = read_stats
@@ -436,8 +439,8 @@ class MetricsCollector(Labelled, Collector):
             )
 
     def _labelled(self, stats: SchedulerStats, num_kv_events: KvEventCounts) -> dict[str, Mapping[str, float]]:
-        """Return the values of all metrics in `_LABELLED_COUNTERS`. The result maps the name of each counter to a
-        mapping from label values to counts."""
+        """Return the values of all counters that have a label of their own (`_LABELLED_COUNTERS`). The result maps the
+        name of each counter to its counts, by label value."""
         metrics = self._metrics
         num_from_device = stats.num_cached_prompt_tokens - stats.num_host_cached_prompt_tokens
         num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
@@ -462,6 +465,6 @@ class MetricsCollector(Labelled, Collector):
 
 
 def _by_age(values: tuple[int, ...]) -> dict[str, int]:
-    """Return the token counts of returning sessions, keyed by the upper bound of the session's idle time in seconds as
-    text."""
+    """Return the token counts of sessions that returned, grouped by how long the session was idle. A key is the upper
+    bound of the idle time in seconds, as text."""
     return dict(zip([*(f"{age:g}" for age in SESSION_AGES_S), "+Inf"], values, strict=True))

@@ -35,11 +35,9 @@ class MetricsServer:
     """An HTTP server for Prometheus scrapes of /metrics. It runs on its own threads."""
 
     def __init__(self, collector: Collector, host: str, port: int | None) -> None:
-        """Bind the port and start the HTTP server on a thread.
-
-        Without `port`, use the default port, or any free port if the default port is in use. Raise OSError if a given
-        `port` cannot be bound, for example because it is in use.
-        """
+        """Bind the port and start the HTTP server on a thread. Without `port`, use the default port, or a free port if
+        the default port is in use. Raise OSError if a given `port` cannot be bound, for example because it is in
+        use."""
         registry = CollectorRegistry()
         registry.register(collector)
         check_port(host, port or 0, "--metrics-port")
@@ -68,8 +66,8 @@ def exposition(collector: Collector) -> bytes:
 
 
 def serve_metrics(collector: Collector, config: SchedulerConfig | FrontEndConfig) -> MetricsServer | None:
-    """Start the HTTP server of /metrics as configured, and return it. Return None if the configuration turns it off.
-    Raise OSError if the configured port is in use."""
+    """Start the HTTP server of /metrics with the configured port and options, and return it. Return None if the
+    configuration turns it off. Raise OSError if the configured port is in use."""
     return None if config.metrics_port == 0 else MetricsServer(collector, config.metrics_host, config.metrics_port)
 
 
@@ -129,4 +127,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing about HTTP requests, since scrapes arrive every few seconds."""
+        """Suppress the log line of an HTTP request, because scrapes arrive every few seconds."""

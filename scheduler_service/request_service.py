@@ -47,8 +47,8 @@ _SERVER_OPTIONS = (
 
 
 def refused(error: ValueError | OSError) -> int:
-    """Log why a service cannot start, and return the exit code of the process. A ValueError has another exit code than
-    an OSError, because a retry cannot fix an invalid configuration."""
+    """Log the error that keeps a service from starting, and return the exit code of the process. ValueError and OSError
+    have different exit codes, because a restart cannot correct an invalid configuration."""
     logger.critical("%s", error)
     return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_ERROR
 
@@ -64,7 +64,7 @@ class RequestService:
     """The parts that a scheduler and a front end have in common: the served model, its tokenizer, the tenants, and the
     gRPC server with its health service.
 
-    The constructor only prepares these parts. Requests are served in `run`.
+    The constructor loads and creates these parts, and `run` serves requests.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class RequestService:
         """Load the model's files and create the gRPC server.
 
         `name` is the name of the service in messages, such as "front end". `link_tls` contains the TLS files of the
-        connection to the worker or scheduler. The process's limit on connections is divided among `num_ports` ports.
-        Raise ValueError or OSError, with a message of one line, if a file is invalid or cannot be read.
+        connection to the worker or scheduler. `num_ports` is the number of ports that share the process's limit on
+        connections. Raise ValueError or OSError, with a message of one line, if a file is invalid or cannot be read.
         """
         self._config = config
         self._name = name
@@ -101,11 +101,11 @@ class RequestService:
         make_vllm: Callable[[ModuleType], "VllmServicer"],
         operator_socket: str | None = None,
     ) -> None:
-        """Register the gRPC services, and bind the port and the Unix socket for operators. Raise OSError if a port or
-        the socket cannot be bound.
+        """Register the gRPC services, and bind the port and the operators' Unix socket. Raise OSError if a port or the
+        socket cannot be bound.
 
-        `make_vllm` creates the implementation of the VllmEngine service from its module. It is called only if the
-        module can be imported.
+        `make_vllm` creates the VllmEngine service. Its argument is the module that implements the service. It is called
+        only if this module can be imported.
         """
         config = self._config
         self._servicer = servicer
@@ -126,7 +126,8 @@ class RequestService:
         self._health.listen(config.health_host, config.health_port)
 
     def certificate_validity(self) -> dict[str, Life]:
-        """Return the validity periods of the TLS certificates in use, by the command line flag that names the file."""
+        """Return the validity periods of the TLS certificates in use. A key is the command line flag that names the
+        certificate's file."""
         return {flag: life for files in self._tls_files for flag, life in files.credentials.lives.items()}
 
     async def run(
@@ -138,12 +139,12 @@ class RequestService:
         stop_now: asyncio.Event,
         ready: Callable[[str], None],
     ) -> int:
-        """Serve requests until `stop` is set. Then refuse new requests and let running requests end, but at most until
-        `stop_now` is set. Return the exit code of the process.
+        """Serve requests until `stop` is set. Then refuse new requests and wait for running requests, but stop waiting
+        when `stop_now` is set. Return the exit code of the process.
 
-        `parts` are coroutines that run beside the engine and must not end by themselves. If one of them or the engine
-        ends, `failed` receives its error and returns the exit code. `ready` is called once with the server's URL, when
-        requests are first accepted.
+        `parts` are coroutines that run together with the engine until they are cancelled. If a part or the engine ends
+        earlier, `failed` is called with its error and returns the exit code. `ready` is called once with the server's
+        URL, when requests are first accepted.
         """
         self.tokenizer_json = None  # frees much memory
         availability: Availability = engine.availability
@@ -176,8 +177,8 @@ class RequestService:
 
 
 def _import_vllm() -> ModuleType | None:
-    """Return the module that implements the VllmEngine service, or None if the package with its gRPC stubs is missing.
-    No other part of the server depends on these stubs."""
+    """Import and return the module that implements the VllmEngine service. Return None if the package with its gRPC
+    stubs is missing, which no other part of the server needs."""
     try:
         from scheduler_service.api.vllm import servicer
     except (ImportError, RuntimeError) as error:  # the stubs raise RuntimeError with an older grpcio

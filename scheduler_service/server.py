@@ -59,8 +59,8 @@ async def run(
     restart_worker: Callable[[int, str], None] | None = None,
     num_log_lines_dropped: Callable[[], int] = lambda: 0,
 ) -> int:
-    """Run the scheduler service. When `stop` is set, refuse new requests and let running requests end, but at most
-    until `stop_now` is set. Return the exit code of the process.
+    """Run the scheduler service. When `stop` is set, refuse new requests and wait for running requests, but stop
+    waiting when `stop_now` is set. Return the exit code of the process.
 
     `ready` is called once with the server's URL, when requests are first accepted. `restart_worker` ends the worker
     process of a rank that hangs or that another scheduler has taken over; the supervisor then starts a new one. It is
@@ -75,8 +75,8 @@ async def run(
 
 
 class _Scheduler:
-    """The scheduler service with all its parts, such as the step loop and the link to the worker. The constructor only
-    creates the parts, and `run` runs them."""
+    """The scheduler service with all its parts, such as the step loop and the link to the worker. The constructor
+    creates the parts, and `run` serves requests."""
 
     def __init__(
         self,
@@ -178,8 +178,8 @@ class _Scheduler:
         return explain.stats(self._step_loop.state)
 
     def _count_retained_objects(self) -> int:
-        """Return the approximate number of Python objects in the prefix cache and in waiting requests. The garbage
-        collector's schedule subtracts this number."""
+        """Estimate the number of Python objects in the prefix cache and in waiting requests. The schedule of the
+        garbage collector does not count these objects."""
         state = self._step_loop.state
         num_blocks = state.worker.cache.index.num_cached_blocks + state.worker.cache.index.num_cached_host_blocks
         return _OBJECTS_PER_BLOCK * num_blocks + _PIECES_A_REQUEST * state.waiting.num_sequences
@@ -244,7 +244,7 @@ class _Scheduler:
 
 
 def _failed(error: BaseException | None) -> int:
-    """Log why a part of the scheduler service ended unexpectedly, and return the exit code of the process."""
+    """Log that a part of the scheduler service has ended unexpectedly, and why. Return the exit code of the process."""
     if isinstance(error, FencedError):
         logger.error("%s; this scheduler ends", error)
         return EXIT_FENCED
@@ -256,8 +256,8 @@ def _failed(error: BaseException | None) -> int:
 
 
 def _core_options(config: SchedulerConfig, model: ModelInfo) -> SchedulerOptions:
-    """Return the options of the scheduler core, completed with values from the model. Raise ValueError if the
-    configured maximum length is larger than the model's."""
+    """Return the options of the scheduler core. Values that are not configured come from the model. Raise ValueError if
+    the configured maximum length is larger than the model's maximum length."""
     max_model_len = config.core.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
         raise ValueError(

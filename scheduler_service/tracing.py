@@ -35,17 +35,17 @@ class _OpenRequest:
     num_output_tokens: int = 0
 
     def nanoseconds(self, moment: float) -> int:
-        """Convert a reading of `time.monotonic` in seconds to Unix time in nanoseconds, which OpenTelemetry uses."""
+        """Convert a time of `time.monotonic` in seconds to Unix time in nanoseconds, which OpenTelemetry uses."""
         return self.epoch_ns + int(moment * 1e9)
 
 
 class Tracing(Observer):
-    """An observer of the step loop that creates the OpenTelemetry spans of requests. All times are readings of
-    `time.monotonic` in seconds."""
+    """An observer of the step loop that creates the OpenTelemetry spans of requests. All times are seconds of
+    `time.monotonic`."""
 
     def __init__(self, endpoint: str, *, model_name: str, version: str) -> None:
-        """Create an exporter of OpenTelemetry spans of requests. `endpoint` is the address of an OpenTelemetry
-        collector, http://HOST:PORT for OTLP over gRPC. `model_name` is an attribute of the spans."""
+        """Prepare to create spans and to send them to an OpenTelemetry collector. `endpoint` is the collector's
+        address, http://HOST:PORT for OTLP over gRPC. `model_name` is an attribute of the spans."""
         self._provider = tracer_provider(endpoint, "pagewire-scheduler", version)
         self._tracer = self._provider.get_tracer("pagewire", version)
         self._propagator = TraceContextTextMapPropagator()
@@ -54,8 +54,9 @@ class Tracing(Observer):
 
     @contextmanager
     def submission(self, request: Request, trace_headers: Mapping[str, str]) -> Iterator[Request]:
-        """Start the span of a request, and yield the request with the context of this span. A request that is refused
-        gets no span."""
+        """A context manager for the block that submits a request to the scheduler core. It starts the request's span,
+        and its value is the request with the context of this span. If the block raises an exception, the request was
+        refused and has no span."""
         span = self._tracer.start_span(
             f"{_operation(request)} {self._model_name}",
             context=self._propagator.extract(trace_headers),
@@ -87,7 +88,7 @@ class Tracing(Observer):
             opened.span.end(opened.nanoseconds(now))
 
     def close(self) -> None:
-        """Send the pending spans to the collector, as far as the collector accepts them."""
+        """Send the remaining spans to the collector. Spans that the collector does not accept are lost."""
         self._provider.shutdown()
 
     def _attributes_of(self, request: Request) -> dict[str, AttributeValue]:
