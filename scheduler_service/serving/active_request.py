@@ -66,10 +66,10 @@ class ActiveRequest:
         keeps_all: bool = True,
         is_relayed: bool = False,
     ) -> None:
-        """Create the record of a request that is about to be queued. With a `ready_list`, samples with new tokens are
-        added to that list for its reader, if only tokens are new. Without it, the event loop processes each output.
-        With `keeps_all`, the request has no stop texts, so the client keeps every output token. With `is_relayed`, the
-        client itself looks for stop texts and reports how many tokens it kept."""
+        """Create the record of a request that is about to be queued. A `ready_list` collects samples with new output
+        for a reader that reads many requests. Without it, the event loop processes each new output. With `keeps_all`,
+        the request has no stop texts, so the client keeps every output token. With `is_relayed`, the client itself
+        looks for stop texts and reports how many tokens it kept."""
         self.request = request
         self.outputs = outputs
         self.ready_list = ready_list

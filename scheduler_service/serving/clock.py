@@ -19,5 +19,5 @@ class Clock:
         self.soon: Callable[[Callable[[], None]], object] = asyncio.get_running_loop().call_soon
 
     def later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
-        """Call `action` after `seconds` on the event loop. Return a function that cancels this call."""
+        """Schedule a call of `action` on the event loop after `seconds`. Return a function that cancels this call."""
         return asyncio.get_running_loop().call_later(seconds, action).cancel

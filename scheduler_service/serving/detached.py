@@ -52,8 +52,8 @@ class DetachedRequests:
 
         A record of any size is accepted if no other running or admitted request has a record. Otherwise the records of
         all tenants may use `max_bytes` together. A tenant may exceed this limit up to its own share: `max_bytes`
-        divided by the number of tenants that have records. So no tenant can prevent another tenant's requests. In
-        total, n tenants use at most `max_bytes` times 1 + 1/2 + ... + 1/n: 3 times for 11 tenants, 6 times for 227.
+        divided by the number of tenants that have records. So no tenant can use the memory that another tenant needs.
+        In total, n tenants use at most `max_bytes` times 1 + 1/2 + ... + 1/n: 3 times for 11 tenants, 6 times for 227.
         """
         running, num_bytes = self._running_bytes, len(record)
         share = self._max_bytes // len(running.keys() | {tenant})
@@ -135,9 +135,9 @@ class DetachedRequests:
             self._forget(self._next_to_drop(self._ended_bytes))
 
     def _next_to_drop(self, amounts: Counter[str]) -> tuple[str, str]:
-        """Return the key of the ended request or record to delete when the store is full. `amounts` contains each
-        tenant's number or size of ended entries. The result is the oldest entry of the tenant with the largest amount,
-        so that no tenant can displace the results of other tenants."""
+        """Return the key of the ended request or record to delete when the store is full: the oldest entry of the
+        tenant with the largest amount in `amounts`. An amount is a tenant's number or size of ended entries. So no
+        tenant can displace the results of other tenants."""
         most = max(amounts.values())
         return next(key for key in self._ended if amounts[key[0]] == most)
 

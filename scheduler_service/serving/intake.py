@@ -117,8 +117,8 @@ class Intake:
         return active
 
     async def tokenize(self, parsed: ParsedRequest, output_mode: OutputMode = OutputMode.STREAMED) -> Sequence[int]:
-        """Wait for the first worker, which determines the maximum length of a sequence. Then return the token ids of a
-        request's prompt, truncated if the request asks for truncation. Raise RefusedError if the prompt is too long or
+        """Return the token ids of a request's prompt, truncated if the request asks for truncation. First wait for the
+        first worker, which determines the maximum length of a sequence. Raise RefusedError if the prompt is too long or
         cannot be tokenized."""
         await self.engine.availability.wait_for_first_worker(output_mode)
         limit, truncation = self.engine.availability.max_sequence_tokens, parsed.truncation

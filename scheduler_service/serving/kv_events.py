@@ -70,8 +70,8 @@ class KvEventLog:
         return self._num_followers > 0 or now < self._kept_until
 
     def skip(self) -> None:
-        """Record that KV cache events occurred that are not in the log. All batches in the log are dropped, because
-        they are of no use to a subscriber with a gap after them."""
+        """Record that KV cache events occurred that were not appended to the log. Drop all batches in the log, because
+        a subscriber that continued from them would miss these events."""
         self.last_sequence_number += 1
         self._batches.clear()
         self.num_bytes = 0

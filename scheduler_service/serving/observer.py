@@ -22,9 +22,9 @@ class Observer:
     """
 
     def submission(self, request: Request, trace_headers: Mapping[str, str]) -> AbstractContextManager[Request]:
-        """Return the context manager in which the step loop submits a request to the scheduler core. Its value is the
-        request that is submitted. An observer may add a span of the distributed trace in `trace_headers` to it. If the
-        block raises an exception, the request was refused."""
+        """Return the context manager in which the step loop submits a request to the scheduler core. An observer may
+        change the request, for example to add a span of the distributed trace in `trace_headers`; the context manager's
+        value is the request to submit. If the block raises an exception, the request was refused."""
         return nullcontext(request)
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:

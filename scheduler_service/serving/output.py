@@ -29,8 +29,8 @@ _BLOCK_CHARS = 1024  # length from which on a block of text is full
 
 
 class Delta(NamedTuple):
-    """A piece of the output of one sample: the tokens and text that are new since the previous delta. The last delta of
-    an output that did not fail contains the field `end`.
+    """A piece of the output of one sample: the tokens and text that are new since the previous delta. If the output did
+    not fail, its last delta contains the field `end`.
 
     A delta is a tuple because one is created for every token. Creating a frozen dataclass takes four times as long.
     """
@@ -99,8 +99,8 @@ class TextBlocks:
 
 
 class LogprobColumns(Sequence[TokenLogprobs]):
-    """A sequence of token log-probabilities that is stored compactly in arrays of numbers. Outputs that remain in
-    memory for long use it. An entry takes a few bytes; as Python objects it would take hundreds of bytes."""
+    """A sequence of token log-probabilities that is stored compactly in arrays of numbers. It is used for outputs that
+    remain in memory for a long time. An entry takes a few bytes; as Python objects it would take hundreds of bytes."""
 
     def __init__(self) -> None:
         self._ranks = array("I")  # one per position
@@ -259,8 +259,8 @@ class SampleRecord:
 
     def pop_plain_tokens(self) -> list[int] | None:
         """Remove and return the new output tokens, so that the caller can send them to the client directly. Readers of
-        this record do not receive these tokens. Return None if there is other new output too: log-probabilities or the
-        end."""
+        this record do not receive these tokens. Return None if the record has other new output too: log-probabilities
+        or the end."""
         if self.published_end is not None or self.new_logprobs or self.new_prompt_logprobs:
             return None
         token_ids, self._new_token_ids = self._new_token_ids, []

@@ -139,7 +139,7 @@ class Recorder:
 
     def is_written_within(self, timeout: float) -> bool:
         """Wait until the writer thread has written all bytes of the recording, but at most `timeout` seconds. Return
-        whether all bytes are written."""
+        whether it has written them."""
         return self._writer is not None and self._writer.flush(timeout)
 
     def _end(self) -> None:

@@ -102,21 +102,22 @@ class PlanExchange:
         self._tell(partial(self._take_result, result))
 
     def worker_lost(self, reason: str) -> None:
-        """Report that the connection to the worker is lost, and end the epoch. The method has no effect if no worker is
-        connected."""
+        """Report that the connection to the worker is lost, which ends the epoch (the time of one connection). Do
+        nothing if no worker is connected."""
         self.empty_inbox()
         if self._link is not None:
             self._end_epoch(reason)
 
     def _tell(self, news: Callable[[float], None]) -> None:
         """Queue a report of the worker and wake up the step loop, which processes the report. Drop the report if the
-        epoch has already ended."""
+        worker is no longer connected."""
         if self._link is not None:
             self._inbox.append(news)
             self._wake.set()
 
     def empty_inbox(self) -> None:
-        """Process all waiting reports of the worker. A report that violates the protocol ends the epoch."""
+        """Process all waiting reports of the worker. If a report violates the protocol, close the connection to the
+        worker, which ends the epoch."""
         while self._inbox:
             try:
                 self._inbox.popleft()(self._clock.now())
@@ -137,8 +138,8 @@ class PlanExchange:
             self._check_invariants()
 
     def _check_invariants(self) -> None:
-        """Check a few invariants of the scheduler core. If one is violated, end the epoch, so that the state of the KV
-        cache is discarded."""
+        """Check a few invariants of the scheduler core. If one is violated, close the connection to the worker, so that
+        the state of the KV cache is discarded."""
         try:
             self._scheduler.check_sample()
         except AssertionError:
@@ -148,8 +149,9 @@ class PlanExchange:
             self._fail_epoch("an invariant of the scheduler is broken")
 
     def send_plans(self) -> None:
-        """Ask the scheduler core for plans and send them to the worker, until the core returns no plan. The core
-        returns none if no work remains, or if the worker already has enough unfinished plans."""
+        """Ask the scheduler core for plans (each says what to compute in one step) and send them to the worker, until
+        the core returns None. The core returns None if no work remains, or if the worker already has enough unfinished
+        plans."""
         while self._link is not None:
             plan = self._scheduler.schedule(self._clock.now())
             if plan is None:
@@ -158,7 +160,7 @@ class PlanExchange:
             self._link.send(plan)
 
     def close(self, message: str) -> None:
-        """End the current epoch because the scheduler shuts down. Do nothing if no worker is connected."""
+        """Close the connection to the worker because the scheduler shuts down. Do nothing if no worker is connected."""
         if self._link is not None:
             self._link.close(message)
             self._leave_epoch()
@@ -247,13 +249,13 @@ class StepLoop:
             self.abort(request.request.tenant, request.request.request_id)
 
     def count_kept_tokens(self, output: SampleRecord, num_kept: int) -> None:
-        """Count how many output tokens of a sample its client kept. The remaining computed tokens of the sample count
-        as discarded."""
+        """Record how many output tokens of a sample the client kept. The remaining computed tokens count as
+        discarded."""
         self._publisher.counts.count_kept_tokens(output, num_kept)
 
     def token_counts(self) -> TokenCounts:
-        """Return how many output tokens clients received, and how many were computed but discarded. The discarded
-        tokens include the tokens of beams that a beam search did not return."""
+        """Return the number of output tokens that clients received, and the number that were computed but discarded.
+        Tokens of beams that a beam search did not return count as discarded."""
         counts, num_discarded = self._publisher.counts, self.state.counters.num_discarded_tokens
         return TokenCounts(counts.num_kept, counts.num_discarded + num_discarded)
 
@@ -292,12 +294,12 @@ class StepLoop:
 
     @property
     def is_due(self) -> bool:
-        """Whether requests or reports of the worker have arrived that `run_once` has not processed yet."""
+        """Whether `run_once` has something to process: new requests or reports of the worker."""
         return self._wake.is_set()
 
     def run_once(self) -> None:
-        """Run the step loop once: process the worker's reports, send the next plans to the worker, and collect the
-        events of the KV cache."""
+        """Run the step loop once: process the worker's reports, send the next plans (what to compute in a step) to the
+        worker, and collect the events of the KV cache."""
         self._wake.clear()
         self.exchange.empty_inbox()
         self.exchange.send_plans()

@@ -32,8 +32,8 @@ _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.m
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The properties of the served model that the scheduler needs: vocabulary, maximum length, end tokens, chat
-    template and others. They are read from the checkpoint's files, without the weights."""
+    """The properties of the served model that the scheduler needs, such as its vocabulary size, maximum length, end
+    tokens and chat template. They are read from the checkpoint's files, without the weights."""
 
     name: str  # of the directory, or of the GGUF file without its suffix
     directory: Path  # absolute path of the directory or of the GGUF file
