@@ -140,7 +140,7 @@ class RequestService:
         ready: Callable[[str], None],
     ) -> int:
         """Serve requests until `stop` is set. Then refuse new requests and wait for running requests, but stop waiting
-        when `stop_now` is set. Return the exit code of the process.
+        after the configured drain timeout or when `stop_now` is set. Return the exit code of the process.
 
         `parts` are coroutines that run together with the engine until they are cancelled. If a part or the engine ends
         earlier, `failed` is called with its error and returns the exit code. `ready` is called once with the server's

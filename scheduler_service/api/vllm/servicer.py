@@ -110,7 +110,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Embed(
         self, request: vllm_engine_pb2.EmbedRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.EmbedResponse:
-        """Return the embedding of a prompt that is given as token ids. The prompt's text is ignored."""
+        """Compute the embedding of a prompt and return it. The prompt must be given as token ids; its text is
+        ignored."""
         self._last_request_at = time.time()
         token_ids, request_id = tuple(request.tokenized.input_ids), request.request_id or None
         call = self._authenticator.call(context)
@@ -155,8 +156,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetServerInfoResponse:
-        """Return a description of the server. Only operators see the number of active requests and the time of the last
-        request."""
+        """Return a description of the server. The number of active requests and the time of the last request are
+        included only for operators."""
         info = server_info(self._availability.capacity, self._info().max_num_seqs)
         if self._authenticator.call(context).caller.is_operator():
             load = await self._read_load()

@@ -13,8 +13,8 @@ MAX_OWN_GAP = 1.0  # seconds; after a longer pause of this process itself, the w
 
 
 class Liveness:
-    """A judge of whether one rank of the worker is alive. The judgement depends on the plans that the scheduler sent to
-    the rank, and on the messages that arrived from it."""
+    """A judge of whether one rank of the worker is alive. The judgement depends on the plans (steps to compute) that
+    the scheduler sent to the rank, and on the messages that arrived from it."""
 
     def __init__(self, now: float) -> None:
         self._heard_at = now

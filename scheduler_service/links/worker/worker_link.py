@@ -67,7 +67,8 @@ class FencedError(Exception):
 
 
 class EpochsExhausted(Exception):
-    """Raised if there is no higher epoch number for the next connection to the worker."""
+    """Raised if the next connection to the worker cannot have a higher epoch number than before, because the largest
+    64-bit number has been reached."""
 
 
 class Epochs:
@@ -174,8 +175,8 @@ class WorkerLink:
             await backoff.wait(ended)
 
     async def _run_epoch(self) -> Ended:
-        """Run one epoch: open the streams to all ranks of the worker, wait until one stream ends, and close the others.
-        Return the reason why the first stream ended."""
+        """Connect to the worker once: open the streams to all of its ranks, wait until one stream ends, and close the
+        others. Return the reason why the first stream ended."""
         session = Session(self._exchange, self._epochs.next(), self._on_plan_sent, len(self._diallers))
         holds = [asyncio.create_task(self._run_stream(rank)) for rank in session.ranks]
         try:

@@ -46,7 +46,7 @@ _LEAST = (
 
 
 class SessionEnded(Exception):
-    """Raised if the connection to the worker, and thereby the epoch, has ended. The message is the reason."""
+    """Raised if the connection to the worker has ended. The message is the reason."""
 
 
 class WorkerUnusable(SessionEnded):
@@ -55,7 +55,8 @@ class WorkerUnusable(SessionEnded):
 
 
 class Session:
-    """The connection to all ranks (processes) of the worker during one epoch. It ends when the stream of any rank ends.
+    """The connection to all ranks (processes) of the worker during one epoch, the time from connecting to the loss of
+    any rank.
 
     A step is finished when all ranks have returned its result. So no rank has more unfinished plans than its pipeline
     depth allows. The ranks compute in lockstep, so their results arrive at almost the same time. The output tokens of
@@ -63,8 +64,8 @@ class Session:
     """
 
     def __init__(self, exchange: PlanExchange, epoch: int, on_plan_sent: Callable[[int], None], num_ranks: int) -> None:
-        """Create the session of one epoch with the worker's ranks. `epoch` is the number of the epoch. `on_plan_sent`
-        is called with the size of every plan in bytes."""
+        """Create the connection to the worker's ranks. `epoch` is the number of the connection, and increases from one
+        to the next. `on_plan_sent` is called with the size of every plan in bytes."""
         self.epoch = epoch
         self.ranks = [RankSession(self, rank) for rank in range(num_ranks)]
         self._exchange = exchange
@@ -169,7 +170,7 @@ class Session:
 
 
 class RankSession:
-    """The gRPC stream to one rank of the worker, during one epoch."""
+    """The gRPC stream to one rank of the worker. It is part of a `Session`, which has one stream to each rank."""
 
     def __init__(self, session: Session, rank: int) -> None:
         self.session = session
@@ -181,7 +182,8 @@ class RankSession:
         self._last_moved_step = 0
 
     def send(self, plan: StepPlan, message: worker_pb2.ExecuteRequest) -> None:
-        """Send the plan of a step to this rank. `message` is the encoded plan."""
+        """Send a plan, which says what to compute in one step, to this rank. `message` is the encoded plan. Do not wait
+        for the transmission."""
         has_moves = bool(plan.swap_out_device_blocks or plan.swap_in_host_blocks)
         self._liveness.sent(plan.step, sum(plan.work_num_tokens), time.monotonic(), has_moves=has_moves)
         self._outbox.put_nowait(message)
