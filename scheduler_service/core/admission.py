@@ -15,10 +15,8 @@ from scheduler_service.core.worker_state import WorkerState
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits that a request must keep to be admitted, and the token budget of a step.
-
-    They are the scheduler's own limits, or the tighter limits of the connected worker.
-    """
+    """The limits on the size of a request, and the largest number of tokens in a step. They come from the scheduler's
+    options, or from the connected worker if its limits are tighter."""
 
     max_sequence_tokens: int  # prompt and output of one sequence
     num_step_tokens: int  # the token budget of a step
@@ -30,8 +28,8 @@ class RequestLimits:
 
 
 class Admission:
-    """The check that decides whether a new request is admitted to the waiting queue. It applies the scheduler's own
-    limits, and the tighter limits of a connected worker."""
+    """Decides whether a new request is admitted to the waiting queue. It applies the limits of the scheduler's options,
+    and the tighter limits of a connected worker."""
 
     def __init__(self, state: Lifecycle, options: SchedulerOptions) -> None:
         self._state = state
@@ -44,19 +42,19 @@ class Admission:
         )
 
     def num_slots(self, capacity: WorkerCapacity) -> int:
-        """Return the number of sequences that may run on a worker at the same time.
+        """Return how many sequences may run on a worker at the same time.
 
-        The number never exceeds the token budget of a step. A decoding sequence uses one token of every step. With more
-        sequences than tokens, some sequences would never be scheduled.
+        The number is at most the token budget of a step, because each decoding sequence uses one token of every step.
+        With more sequences, some would never be scheduled.
         """
         own = self._own
         return min(own.max_rows, capacity.max_num_seqs, own.num_step_tokens, capacity.max_num_batched_tokens)
 
     def join(self, worker: WorkerState) -> None:
-        """Apply the limits of a worker that has just connected to all later requests.
+        """Apply the limits of a newly connected worker to all later requests.
 
-        The model's length limits a sequence. The size of the worker's block pool limits a sequence too, unless the pool
-        can hold a sliding window.
+        A sequence may be at most as long as the model allows. It must also fit into the worker's KV cache blocks. If
+        the pool can hold a whole sliding window, only the model's length counts.
         """
         own, capacity, cache = self._own, worker.capacity, worker.cache
         max_tokens = min(own.max_sequence_tokens, capacity.max_model_len)
@@ -72,14 +70,14 @@ class Admission:
         )
 
     def lose(self) -> None:
-        """Restore the scheduler's own limits after the worker is lost."""
+        """Apply only the limits of the scheduler's options again, because the worker was lost."""
         self.limits = self._own
 
     def check(self, request: Request) -> None:
-        """Raise AdmissionError if the request cannot be admitted to the waiting queue.
+        """Check whether a new request can be admitted to the waiting queue. Raises AdmissionError if not.
 
-        The reason is DUPLICATE if the tenant has an unfinished request with this id. The reason is INVALID if the
-        request can never run, and QUEUE_FULL if the queue has no room.
+        The reason is DUPLICATE if the tenant has an unfinished request with this id, INVALID if the request can never
+        run, and QUEUE_FULL if the queue is full.
         """
         if (request.tenant, request.request_id) in self._state.groups:
             raise AdmissionError(
@@ -111,7 +109,7 @@ class Admission:
             )
 
     def _grammar_fault(self) -> str:
-        """Return the reason why this server rejects requests with grammars, or an empty string if it accepts them."""
+        """Return the reason why this server cannot run requests with a grammar, or an empty string if it can."""
         ours, theirs = self._own.grammar_version, self.limits.grammar_version
         if ours and theirs == ours:
             return ""
@@ -121,10 +119,8 @@ class Admission:
         )
 
     def rejection(self, request: Request) -> tuple[str, str]:
-        """Return the invalid field and an error message for a request that can never run on this server.
-
-        Both are empty strings if the request can run.
-        """
+        """Check whether a request can ever run on this server. If not, return the invalid field and an error message.
+        Otherwise return two empty strings."""
         if request.grammar is not None and (fault := self._grammar_fault()):
             return "sampling.structured_output", fault
         limits, num_prompt_tokens = self.limits, len(request.prompt_token_ids)
@@ -146,10 +142,8 @@ class Admission:
 
 
 def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
-    """Return the invalid field and an error message for a request that needs more KV cache blocks than the worker has.
-
-    Both are empty strings if the worker has enough blocks.
-    """
+    """Check whether the worker has enough KV cache blocks for a request. If not, return the invalid field and an error
+    message. Otherwise return two empty strings."""
     num_blocks = cache.room.max_request_blocks(request)
     if num_blocks <= cache.pool.num_blocks:
         return "", ""

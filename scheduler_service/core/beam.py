@@ -22,7 +22,7 @@ _MAX_EXPONENT = 700.0  # exp overflows at 709.8
 
 @dataclass(frozen=True, slots=True)
 class BeamState:
-    """A running beam of a beam search: its output tokens so far, and their cumulative log-probability."""
+    """The state of one beam in a beam search: its output tokens so far, and their cumulative log-probability."""
 
     cumulative_logprob: float
     output_token_ids: Sequence[int]
@@ -30,7 +30,8 @@ class BeamState:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A beam of the next step: the current beam at index `parent`, extended by one token."""
+    """A beam of the next step: one of the current beams, extended by one token. `parent` is the index of the current
+    beam."""
 
     parent: int
     token_id: int
@@ -39,9 +40,9 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """The result of one step of a beam search: the running beams of the next step, best first.
+    """The result of one step of a beam search: the beams with which the search continues, best first.
 
-    If `is_done` is true, the search has ended and `children` is not needed.
+    If `is_done` is true, the search has ended, and the caller ignores `children`.
     """
 
     children: list[Child]
@@ -50,7 +51,7 @@ class BeamStep:
 
 @dataclass(frozen=True, slots=True)
 class FinishedHypothesis:
-    """A finished output of a beam search, which the search may return."""
+    """A finished output of a beam search. At the end, the search returns the finished outputs with the best scores."""
 
     token_ids: tuple[int, ...]  # includes the stop token
     cumulative_logprob: float
@@ -59,8 +60,8 @@ class FinishedHypothesis:
 
 
 class BeamSearch:
-    """A beam search over one prompt, without the model: it chooses beams from the candidate tokens that the worker
-    reports.
+    """A beam search over one prompt. It does not run the model: the worker reports candidate tokens, and the search
+    chooses the best beams among them.
 
     Call `advance` with the candidates of every step until the search is done. Then call `best`.
     """
@@ -112,16 +113,16 @@ class BeamSearch:
     def best(self, n: int) -> list[FinishedHypothesis]:
         """Return the `n` finished hypotheses with the best scores, best first.
 
-        A search that is done has `beam_width` hypotheses, with one exception. If the vocabulary (less the stop tokens)
-        is smaller than the beam, fewer hypotheses may exist, and fewer are returned.
+        A search that is done normally has `beam_width` hypotheses. It may have fewer if the vocabulary without the stop
+        tokens is smaller than the beam width. The result may then be shorter than `n`.
         """
         return self._finished[:n]
 
     def _ranked(
         self, beams: Sequence[BeamState], candidates: Sequence[Sequence[tuple[int, float]]], num_tokens: int
     ) -> Iterator[tuple[float, int, int]]:
-        """Merge the candidate tokens of all beams, best first. Each item is (negated cumulative log-probability, index
-        of the parent beam, token id)."""
+        """Iterate over the candidate tokens of all beams, best first, as (negated cumulative log-probability, index of
+        the parent beam, token id)."""
         # For a row with a grammar, the worker reports stop tokens here only if the grammar allows no other token.
         barred = self._stop_token_ids if num_tokens <= self._min_tokens and not self._end_token_ids else frozenset()
         columns = [
@@ -142,8 +143,8 @@ class BeamSearch:
         del self._finished[self._params.beam_width :]
 
     def _cannot_improve(self, best_running: float, num_tokens: int) -> bool:
-        """Return whether the beam search ends although beams still run, because they can no longer beat the finished
-        hypotheses.
+        """Return whether the beam search should end now, because no running beam can still beat the finished hypotheses
+        under the request's `early_stopping` rule.
 
         `best_running` is the best cumulative log-probability of the running beams.
         """
@@ -157,10 +158,10 @@ class BeamSearch:
         return self._score(best_running, length) <= self._finished[-1].score
 
     def _score(self, cumulative_logprob: float, num_tokens: int) -> float:
-        """Return the score of an output: its cumulative log-probability divided by num_tokens ** length_penalty, for
-        any finite penalty.
+        """Return the score of an output: its cumulative log-probability divided by num_tokens ** length_penalty.
 
-        The power itself may overflow, so the exponent is limited.
+        The penalty may be any finite number. The exponent of the computation is limited, because the power could
+        overflow.
         """
         exponent = -self._params.length_penalty * math.log(num_tokens)
         return cumulative_logprob * math.exp(min(exponent, _MAX_EXPONENT))

@@ -10,7 +10,8 @@ from statistics import median_low
 
 
 class PreemptionMode(StrEnum):
-    """The method by which a preempted request gets its KV cache back: by a swap to the host, or by recomputation."""
+    """The way in which a preempted request keeps or recovers its KV cache: it is swapped to the host and back, or it is
+    computed again."""
 
     AUTO = "auto"  # the cheaper of the two
     SWAP = "swap"
@@ -25,11 +26,10 @@ _MIN_PROMPT_TOKENS = 4
 
 
 class CostModel:
-    """The measured costs of one worker: how fast it computes prompts and decode steps, and how fast it moves KV cache
-    blocks.
+    """A model of one worker's speed, from measured step durations: how fast the worker computes prompts and decode
+    steps, and how fast it moves KV cache blocks.
 
-    Sizes are in bytes, rates are per second. The model reads no clock. It uses only the step durations that are
-    reported to it.
+    Sizes are in bytes, rates are per second. The model reads no clock.
     """
 
     def __init__(self, mode: PreemptionMode, block_bytes: int, swap_bandwidth: float) -> None:
@@ -67,18 +67,18 @@ class CostModel:
         self.prefill_rate = _weighted_median(sorted(self._steps))
 
     def max_prompt_tokens(self, slowdown: float) -> int | None:
-        """Return how many prompt tokens a step may compute so that it takes at most `slowdown` times as long as a
+        """Return how many prompt tokens a step may compute if the step may take at most `slowdown` times as long as a
         decode step.
 
-        The result is at least 4. It is None until both rates have been measured.
+        The result is at least 4. It is None until the durations of prompts and of decode steps have been measured.
         """
         if self.prefill_rate is None or not self._decode_seconds:
             return None
         return max(_MIN_PROMPT_TOKENS, int((slowdown - 1.0) * median_low(self._decode_seconds) * self.prefill_rate))
 
     def prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
-        """Return whether to swap a preempted request's KV cache blocks out and in again, rather than recompute its
-        `num_tokens` tokens.
+        """Return whether a preempted request should be swapped out and in again, rather than compute its `num_tokens`
+        tokens a second time.
 
         The result is False if there is no host memory to swap to. In mode "auto" it is True until the prefill rate has
         been measured.
@@ -88,10 +88,8 @@ class CostModel:
         return self._mode is PreemptionMode.SWAP or self._move_is_cheaper(2 * num_blocks, num_tokens)
 
     def prefers_load(self, num_blocks: int, num_tokens: int) -> bool:
-        """Return whether to load cached KV blocks from the host, rather than recompute their `num_tokens` tokens.
-
-        The preemption mode does not affect this choice.
-        """
+        """Return whether loading `num_blocks` cached KV blocks from the host takes less time than computing their
+        `num_tokens` tokens again. The preemption mode has no effect on the result."""
         return self._swap_bandwidth > 0 and self._move_is_cheaper(num_blocks, num_tokens)
 
     def _move_is_cheaper(self, num_moves: int, num_tokens: int) -> bool:
@@ -101,10 +99,8 @@ class CostModel:
 
 
 def _weighted_median(values: list[tuple[float, int]]) -> float:
-    """Return the weighted median: the first value at which the cumulative weight reaches half of the total.
-
-    `values` is a sorted list of (value, weight).
-    """
+    """Return the weighted median of a sorted list of (value, weight) pairs: the first value at which the cumulative
+    weight reaches half of the total weight."""
     total = sum(weight for _, weight in values)
     reached = accumulate(weight for _, weight in values)
     return next(value for (value, _), weight in zip(values, reached, strict=True) if 2 * weight >= total)

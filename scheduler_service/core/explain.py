@@ -14,7 +14,8 @@ from scheduler_service.core.worker_state import WorkerState
 
 
 def stats(state: Lifecycle) -> SchedulerStats:
-    """Return the scheduler's metrics: the current gauges, and the counters since start."""
+    """Return the scheduler's metrics: the current values of gauges, and counters of events since the scheduler
+    started."""
     worker, waiting, counters = state.worker, state.waiting, state.counters
     cache = worker.cache
     num_copying, num_host_copying = cache.moves.num_copying()
@@ -77,7 +78,8 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
 
 
 def block_map(state: Lifecycle) -> BlockMap:
-    """Return the use of every KV cache block of the connected worker, and the requests that hold the blocks."""
+    """Return a map that shows, for each KV cache block of the connected worker, whether it is free or which request
+    uses it."""
     cache = state.worker.cache
     device, host = (
         [BlockUse.FREE.value if node is None else BlockUse.CACHED.value for node in contents[1:]]
@@ -102,7 +104,7 @@ def block_map(state: Lifecycle) -> BlockMap:
 
 
 def _num_wanted_blocks(group: SequenceGroup, worker: WorkerState) -> int:
-    """Return the number of KV cache blocks that a request must still get in order to start or to continue."""
+    """Return how many KV cache blocks a request still needs in order to start or to continue."""
     cache = worker.cache
     if group.state is GroupState.RUNNING:
         lacking = [row for row in group.open_rows if row in worker.rows.active]
@@ -141,8 +143,11 @@ def _reason(group: SequenceGroup, worker: WorkerState, position: int | None, num
 
 
 def _position_reason(group: SequenceGroup) -> str:
-    """Return a clause that explains a waiting request's position in the queue by its wait or by its uncached prompt
-    tokens. It is empty if the policy does not depend on the prefix cache."""
+    """Return a clause for the report of a waiting request that explains its position in the queue: it has waited too
+    long, or has a given number of uncached prompt tokens.
+
+    The result is empty if the policy does not use the prefix cache.
+    """
     if group.is_overdue:
         return "; it has waited longer than the limit, so only earlier requests that have too are served first"
     if group.cursor is None:
@@ -151,10 +156,8 @@ def _position_reason(group: SequenceGroup) -> str:
 
 
 def _holders(group: SequenceGroup, others: list[SequenceGroup]) -> tuple[BlockHolder, ...]:
-    """Return the requests that hold KV cache blocks on the device, most blocks first.
-
-    All requests of other tenants are one entry without a request id.
-    """
+    """Return the requests that use KV cache blocks on the device, most blocks first. The requests of other tenants are
+    added up in one entry without a request id."""
     counts: Counter[str | None] = Counter()
     for other in others:
         blocks = {block for sequence in other.sequences for block in sequence.allocation.blocks}

@@ -17,9 +17,10 @@ LiveGroups = list[tuple[SequenceGroup, list[Sequence]]]  # each group with its l
 
 
 def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
-    """Assert the invariants S1 to S5, S7, S8 and S10 to S12 of the scheduler's state. ARCHITECTURE.md lists them.
+    """Assert all invariants of the scheduler's state: S1 to S5, S7, S8 and S10 to S12 in ARCHITECTURE.md. A simulation
+    calls this function after every event.
 
-    A simulation calls this function after every event. Raises AssertionError if an invariant does not hold.
+    Raises AssertionError if an invariant does not hold.
     """
     worker = state.worker
     groups = [(group, group.live_sequences) for group in state.groups.values()]
@@ -37,9 +38,10 @@ def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
 
 
 def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
-    """Assert a few invariants of the scheduler's state: the counts of KV cache blocks, rows and plans.
+    """Assert the invariants that are cheap enough to check in production: the numbers of KV cache blocks, running
+    sequences and plans. The time does not grow with the number of blocks.
 
-    The time does not grow with the size of the block pools. Raises AssertionError if an invariant does not hold.
+    Raises AssertionError if an invariant does not hold.
     """
     worker = state.worker
     pool = worker.cache.pool
@@ -84,11 +86,8 @@ def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
 
 
 def _check_grammars(state: Lifecycle, groups: LiveGroups) -> None:
-    """Assert that a request with a grammar is in the state PREPARING if and only if the worker has not prepared the
-    grammar yet.
-
-    Also assert that the number of requests counted for each grammar is right.
-    """
+    """Assert that a request is in the state PREPARING if and only if the worker has not prepared its grammar yet. Also
+    assert that the number of requests that use each grammar is right."""
     grammars = state.worker.grammars
     num_needing = Counter(group.request.grammar for group, _ in groups if group.request.grammar is not None)
     counted = {grammar: need.num_requests for grammar, need in grammars._needs.items()}
@@ -153,9 +152,9 @@ def _check_rows(worker: WorkerState, groups: LiveGroups, in_flight: dict[Row, in
 
 
 def _check_dispatches(worker: WorkerState, pipeline_depth: int, num_step_tokens: int) -> dict[Row, int]:
-    """Assert invariant S11 (limits on tokens and pipeline depth) for the plans in flight.
+    """Assert invariant S11 for the plans in flight: limits on the tokens of a plan and on the number of plans.
 
-    Return, for each row, the number of its samples in flight that the scheduler will use.
+    Return, for each running sequence, how many of its tokens in flight the scheduler will use.
     """
     dispatches = worker.unacknowledged
     assert len(dispatches) <= pipeline_depth, "S11"
@@ -195,9 +194,10 @@ def _check_blocks(worker: WorkerState, groups: LiveGroups) -> None:
 
 
 def _check_writable(cache: CacheManager, row: Row, holders: list[int]) -> None:
-    """Assert invariant S12: the KV cache blocks that a row may still write are neither shared nor published.
+    """Assert invariant S12: a KV cache block that a sequence may still write is used by no other sequence and is not in
+    the prefix index.
 
-    The exception is the last block of a beam. Other beams may share it until the plan that writes it.
+    There is one exception: beams may share their last block until a plan writes to it.
     """
     is_beam = row.sequence.group.beam is not None
     for block in row.allocation.block_table[row.next_position // cache.block_size :]:
@@ -245,8 +245,8 @@ def _check_content(cache: CacheManager) -> None:
 
 
 def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
-    """Assert that the cursor of each waiting prompt is at the end of the prompt's cached blocks, and that the waiting
-    requests are in the policy's order."""
+    """Assert that each waiting prompt's cursor in the prefix index is at the end of the prompt's cached blocks, and
+    that the waiting requests are in the policy's order."""
     state.standings.update(state.now)
     followed = {group.cursor: group for group in state.groups.values() if group.cursor is not None}
     standing = [cursor for node in cache.index.nodes() for same in (node.cursors or {}).values() for cursor in same]
@@ -269,8 +269,8 @@ def _check_idle(pool: BlockPool, nodes: list[Node | None]) -> None:
 
 
 def _check_published(block_size: int, allocation: Allocation) -> None:
-    """Assert invariant S7: the KV cache content that a sequence has published or matched is the content of its own
-    tokens."""
+    """Assert invariant S7: each block that a sequence has added to the prefix index, or got from it, contains the
+    sequence's own tokens."""
     node, num_published = allocation.last_node, allocation.num_published_blocks
     token_bytes = []
     for i in range(num_published - 1, -1, -1):

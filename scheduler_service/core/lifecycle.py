@@ -48,7 +48,8 @@ _tenant = attrgetter("group.request.tenant")
 
 @dataclass(slots=True)
 class Counters:
-    """The scheduler's counts of events since start. Each count has the same name as its field in `SchedulerStats`."""
+    """The scheduler's counters of events since it started. A counter has the same name as its field in
+    `SchedulerStats`."""
 
     num_preemptions: int = 0
     num_swap_preemptions: int = 0
@@ -65,7 +66,8 @@ class Counters:
     num_lost_session_tokens: list[int] = field(default_factory=lambda: [0] * NUM_SESSION_AGES)
 
     def count_admission(self, sequence: Sequence) -> None:
-        """Count the admission of a request, and how many tokens of the request's session were still in the KV cache.
+        """Count a request that starts to run, and count the tokens of earlier requests of its session: how many are
+        still cached, and how many were lost from the KV cache.
 
         `sequence` is the first sequence of the request. A session is a series of requests in which each prompt starts
         with the previous prompt and output.
@@ -80,10 +82,11 @@ class Counters:
         self.num_lost_session_tokens[age] += num_tokens - num_kept
 
     def count_search(self, beam: BeamGroup, num_returned: int) -> None:
-        """Count the tokens that a finished beam search computed and that no returned hypothesis contains.
+        """Count the tokens that a finished beam search computed in vain: no returned hypothesis contains them.
 
-        `num_returned` is the number of tokens in the returned hypotheses. No beam continues with the last token of a
-        hypothesis. So the search is assumed to have computed at least `num_returned` tokens.
+        `num_returned` is the number of tokens in the returned hypotheses. The search counts only tokens with which a
+        beam continues, so the last token of a hypothesis may be missing. The total is therefore raised to at least
+        `num_returned`.
         """
         self.num_generation_tokens += max(0, num_returned - beam.num_tokens)
         self.num_discarded_tokens += max(0, beam.num_tokens - num_returned)
@@ -91,11 +94,10 @@ class Counters:
 
 # More than 20 methods, one for each event in a group's life: no other class may change a group's state.
 class Lifecycle:
-    """All unfinished requests of the scheduler, the queues and sets that contain them, and the state of the connected
-    worker.
+    """The scheduler's state: all unfinished requests, the queues and sets that contain them, and the state of the
+    connected worker.
 
-    A request is a `SequenceGroup`: its samples, or the beams of its beam search. Only this class changes the state of a
-    group.
+    A request is stored as a `SequenceGroup`. Only this class changes the state of a group.
     """
 
     def __init__(self, policy: Policy, new_expectation: Callable[[], ReturnEstimate]) -> None:
@@ -120,7 +122,7 @@ class Lifecycle:
         self.counters = Counters()
 
     def _enter(self, group: SequenceGroup, state: GroupState) -> None:
-        """Change the state of a request's sequence group, and move the group to the queue or set of the new state."""
+        """Change the state of a request, and move the request to the queue or set for the new state."""
         before, group.state = group.state, state
         assert (before, state) in TRANSITIONS, f"a request that was {before.value} is {state.value}"
         if before in QUEUED and state not in QUEUED:
@@ -180,8 +182,7 @@ class Lifecycle:
         return output_ids
 
     def _new_allocation(self, request: Request, token_ids: list[int]) -> Allocation:
-        """Return an allocation without KV cache blocks, in which a sequence will hold its blocks on the connected
-        worker."""
+        """Return an empty record for the KV cache blocks that a sequence will get on the connected worker."""
         root = self._shared_root(request.tenant, request.cache_salt, self.worker.capacity.model_digest)
         return Allocation(request, root, token_ids)
 
@@ -203,17 +204,17 @@ class Lifecycle:
     # Grammars
 
     def _ask_for_grammar(self, group: SequenceGroup) -> None:
-        """Count a waiting request as a user of its grammar, if it has one. Make the request wait for the grammar (state
-        PREPARING) if the worker has not prepared it yet."""
+        """Record that a waiting request needs its grammar, if it has one. If the worker has not prepared the grammar
+        yet, the request waits in the state PREPARING."""
         grammar = group.request.grammar
         if grammar is not None and not self.worker.grammars.need(grammar):
             self._enter(group, GroupState.PREPARING)
 
     def grammar_prepared(self, grammar: Grammar, outputs: TokenOutputs, error: str) -> None:
-        """Handle the worker's report on a grammar, for all requests that wait for this grammar.
+        """Update all requests that wait for `grammar`, after the worker has reported on it.
 
         If `error` is empty, the grammar is ready, and the requests now wait for admission. Otherwise the worker could
-        not prepare the grammar. The requests then end, and their ends are added to `outputs`.
+        not prepare the grammar. The requests then end, and their end events are added to `outputs`.
         """
         for group in [group for group in self.waiting.held if group.request.grammar == grammar]:
             if error:
@@ -225,17 +226,18 @@ class Lifecycle:
     # On the worker
 
     def next_waiting(self, now: float) -> SequenceGroup | None:
-        """Return the waiting request that should start or resume next, or None if no waiting request may run now."""
+        """Return the waiting request that should start or resume next, or None if no waiting request is allowed to run
+        now."""
         self.standings.update(now)
         if not self.quarantine.suspects:
             return self.waiting.next()
         return next((group for group in self.waiting if self.quarantine.admits(group)), None)
 
     def first_scheduled(self, sequence: Sequence, num_host_tokens: int, now: float) -> None:
-        """Record that a sequence has got its KV cache blocks for the first time, and charge the tenant for the prompt
+        """Record that a sequence has got KV cache blocks for the first time. The tenant is charged for the prompt
         tokens that were not cached.
 
-        The step plan loads the blocks of `num_host_tokens` tokens from the host. Later calls for the same sequence do
+        The cached blocks of `num_host_tokens` tokens are loaded from the host. Later calls for the same sequence do
         nothing.
         """
         if sequence.first_scheduled_at is not None:
@@ -250,17 +252,16 @@ class Lifecycle:
         self._policy.charge(sequence.group.request.tenant, sequence.num_prompt_tokens - sequence.num_cached_tokens, 0)
 
     def load(self, group: SequenceGroup, step: int) -> None:
-        """Mark a waiting request as loading: the step plan `step` copies some of its KV cache blocks from the host to
-        the device. The request can run after the worker has acknowledged these copies."""
+        """Put a waiting request into the state SWAPPING_IN, while the plan of `step` loads its KV cache blocks from the
+        host. The request can run when the worker has reported that the load is finished."""
         self._enter(group, GroupState.SWAPPING_IN)
         group.moved_step = step
 
     def run(self, group: SequenceGroup, sequences: list[Sequence], worker: WorkerState, builder: PlanBuilder) -> None:
-        """Start or resume a request, and allocate a row (the worker's state of one running sequence) for each of
-        `sequences`.
+        """Start or resume a request: create a row (the worker's state of one running sequence) for each of `sequences`,
+        and add the rows to the plan that `builder` builds.
 
-        The KV cache blocks of these sequences must be on the device. The new rows are added to the step plan that
-        `builder` builds.
+        The KV cache blocks of these sequences must be on the device.
         """
         self._enter(group, GroupState.RUNNING)
         group.resume(builder.now)
@@ -272,23 +273,21 @@ class Lifecycle:
             self.rowless[group] = None
 
     def all_rows_open(self, group: SequenceGroup) -> None:
-        """Record that every sequence of a running request has a row (the worker's state of one running sequence)."""
+        """Record that every sequence of a running request now runs on the worker."""
         del self.rowless[group]
 
     def moved(self, step: int) -> None:
-        """Mark the preempted requests whose KV cache blocks have all been copied to the host as swapped out.
-
-        The worker has finished the block copies of all step plans up to `step`.
-        """
+        """Mark preempted requests as swapped out if all their KV cache blocks have been copied to the host. The worker
+        has finished the copies of all plans up to `step`."""
         for group in [group for group in self.swapped if group.state is GroupState.SWAPPING_OUT]:
             if group.moved_step <= step:
                 self._enter(group, GroupState.SWAPPED)
 
     def preempt(self, group: SequenceGroup, worker: WorkerState, builder: PlanBuilder) -> None:
-        """Preempt a running request, so that its device blocks become free for other requests.
+        """Stop a running request, so that other requests can use its KV cache blocks on the device.
 
-        The KV cache blocks are either swapped out to the host or discarded and recomputed later, whichever costs less
-        time.
+        The KV cache of the request is either swapped out to the host, or discarded and computed again later. The method
+        that should take less time is chosen.
         """
         builder.has_preempted = True
         worker.free_unread(group)
@@ -314,15 +313,15 @@ class Lifecycle:
         self._enter(group, GroupState.SWAPPING_OUT if is_moving else GroupState.SWAPPED)
 
     def discard(self, group: SequenceGroup, worker: WorkerState, now: float) -> None:
-        """Release the rows and KV cache blocks that a request has on the worker, and put the request back into the
-        waiting queue. Its KV cache is recomputed when the request runs again. The request may be in any state."""
+        """Release everything that a request has on the worker, and put the request back into the waiting queue. Its KV
+        cache is computed again when it resumes. The request may be in any state."""
         self._interrupt(group, now)
         worker.forget(group)
         self._enter(group, GroupState.WAITING)
 
     def recompute(self, group: SequenceGroup, worker: WorkerState, now: float) -> None:
-        """Make a request recompute its KV cache, because a failed computation has written bad content into blocks that
-        the request uses. Sampled tokens of the request that have not arrived yet will be ignored."""
+        """Make a request compute its KV cache again, because it uses blocks into which a failed computation has written
+        bad content. Tokens of the request that are still in flight are ignored."""
         if group.state is not GroupState.WAITING:
             self.discard(group, worker, now)
         for row in group.rows:
@@ -337,20 +336,20 @@ class Lifecycle:
                 row.rewind()
 
     def return_to_waiting(self, group: SequenceGroup) -> None:
-        """Return a swapped-out request to the state WAITING, because no remaining sequence of the request has blocks on
-        the host. The sequences with blocks on the host have ended in the meantime."""
+        """Return a swapped-out request to the state WAITING. It has nothing to load from the host, because all its
+        sequences with blocks on the host have ended."""
         self._enter(group, GroupState.WAITING)
 
     # The worker
 
     def join_worker(self, worker: WorkerState) -> None:
-        """Start scheduling on a newly connected worker. This begins a new epoch: the worker's KV cache is empty."""
+        """Start to schedule on a newly connected worker, whose KV cache is empty."""
         self._begin(worker)
         self.standings.join(worker.cache, list(self.groups.values()), self.now)
 
     def _begin(self, worker: WorkerState) -> None:
-        """Replace the worker state, and give the sequences of all requests empty block allocations for it. All requests
-        must be waiting."""
+        """Use a new worker state from now on, and reset the KV cache blocks of all sequences to none. All requests must
+        be waiting."""
         self.worker = worker
         for group in self.groups.values():
             for sequence in group.sequences:
@@ -358,11 +357,11 @@ class Lifecycle:
             self._ask_for_grammar(group)
 
     def lose_worker(self, now: float) -> list[SequenceGroup]:
-        """End the epoch after the connection to the worker was lost. The KV cache is gone, and all requests wait again
-        in order of arrival.
+        """Put all requests back into the waiting queue, in order of arrival, after the connection to the worker was
+        lost with its KV cache.
 
-        Return the requests that must fail, because the worker has crashed twice while it worked only on one of them or
-        its grammar. The caller must end these requests.
+        Return the requests that must fail, because the worker has crashed twice while it worked on nothing but this
+        request or its grammar. The caller must end these requests.
         """
         worker = self.worker
         preparing = {group for group in self.waiting.held if worker.grammars.is_preparing(group.request.grammar)}
@@ -392,10 +391,11 @@ class Lifecycle:
         message: str = "",
         embedding: bytes = b"",
     ) -> None:
-        """End one sample of a request. If it is the request's last sample, end the request too.
+        """End one sample of a request, and the request too if it was the last sample. The end event is added to
+        `outputs`.
 
-        The sample keeps its first `num_output_tokens` output tokens, or all of them if `num_output_tokens` is None.
-        Tokens of the sample that have not arrived yet are ignored. The end event is added to `outputs`.
+        The sample keeps its first `num_output_tokens` output tokens, or all if this is None. Tokens of the sample that
+        are still in flight are ignored.
         """
         group, worker = sequence.group, self.worker
         row = sequence.open_row
@@ -425,8 +425,8 @@ class Lifecycle:
             self._remove_group(group)
 
     def end_search(self, group: SequenceGroup, beam: BeamGroup, outputs: TokenOutputs) -> None:
-        """End the request of a finished beam search, and add its best hypotheses and the ends of its sequences to
-        `outputs`."""
+        """End a request whose beam search is finished. Its best hypotheses and the end events of its outputs are added
+        to `outputs`."""
         first = group.sequences[0]
         best = beam.search.best(len(beam.output_ids))
         for sequence_id, found in zip(beam.output_ids, best, strict=False):
@@ -439,8 +439,8 @@ class Lifecycle:
         self._remove_group(group)
 
     def end_group(self, group: SequenceGroup, reason: EndReason, outputs: TokenOutputs, *, message: str = "") -> None:
-        """End every unfinished sequence of a request, for example because the client has cancelled it. The request may
-        be in any state. The end events are added to `outputs`."""
+        """End all unfinished sequences of a request, for example because the client has cancelled it, and add their end
+        events to `outputs`. The request may be in any state."""
         if group.beam is None:
             for sequence in group.live_sequences:
                 self.end(sequence, reason, outputs, message=message)
@@ -451,7 +451,7 @@ class Lifecycle:
         self._remove_group(group)
 
     def _remove_group(self, group: SequenceGroup) -> None:
-        """Remove a request whose last sequence has ended, and release everything that the request still has on the
+        """Remove a request whose last sequence has ended, and free everything that the request still uses on the
         worker."""
         tenant = group.request.tenant
         self.worker.forget(group)
@@ -471,10 +471,8 @@ class Lifecycle:
             self._policy.left(tenant)
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
-        """Charge each tenant for the output tokens of its samples that have not been charged yet.
-
-        Does nothing if the scheduling policy does not rank tenants by their use.
-        """
+        """Charge tenants for the output tokens of these sequences that were not charged before. A fair scheduling
+        policy uses the charges to rank tenants; under other policies, this method does nothing."""
         if not self._policy.ranks_tenants:
             return
         for tenant, served in groupby(sequences, _tenant):  # sequences of one tenant are often adjacent
@@ -504,8 +502,7 @@ class Lifecycle:
                 self._policy.charge(group.request.tenant, int(num_tokens), 0)
 
     def charge_search(self, group: SequenceGroup, beam: BeamGroup, num_tokens: int) -> None:
-        """Count the `num_tokens` tokens by which a step has extended the beams of a beam search, and charge the tenant
-        for them."""
+        """Charge the tenant of a beam search for `num_tokens` new tokens of its beams, and add them to the counters."""
         beam.num_tokens += num_tokens
         self.counters.num_generation_tokens += num_tokens
         self._policy.charge(group.request.tenant, 0, num_tokens)

@@ -12,7 +12,8 @@ _MAX_PLAN_BYTES = 4 * 1024 * 1024
 
 @dataclass(slots=True)
 class _Need:
-    """The record of a grammar that at least one unfinished request needs."""
+    """The record of a grammar that at least one unfinished request uses: how many requests use it, its id, and whether
+    it is ready."""
 
     num_requests: int = 0
     grammar_id: int = 0  # 0 until a plan contains the grammar
@@ -20,10 +21,10 @@ class _Need:
 
 
 class NeededGrammars:
-    """The grammars that unfinished requests need, and the id by which plans refer to each grammar.
+    """The grammars that unfinished requests use, with the number by which step plans refer to each grammar (its id).
 
-    A grammar gets its id when it is first sent to the worker. Ids start at 1, rise, and are never reused within the
-    epoch. If `prepares` is false, because no worker is connected, every grammar counts as ready at once.
+    A grammar gets its id when it is first sent to the worker. Ids start at 1, rise, and are never used twice for one
+    worker. If `prepares` is false, because no worker is connected, every grammar counts as ready at once.
     """
 
     def __init__(self, *, prepares: bool) -> None:
@@ -34,7 +35,8 @@ class NeededGrammars:
         self.last_id = 0
 
     def need(self, grammar: Grammar) -> bool:
-        """Count one more request that needs a grammar. Return whether the worker has prepared the grammar already."""
+        """Record that one more request uses a grammar. Return True if the grammar is ready on the worker, so that the
+        request need not wait."""
         need = self._needs.get(grammar)
         if need is None:
             need = self._needs[grammar] = _Need(is_ready=not self._prepares)
@@ -43,8 +45,8 @@ class NeededGrammars:
         return need.is_ready
 
     def give_up(self, grammar: Grammar) -> None:
-        """Count one request less that needs a grammar. A later plan makes the worker release a grammar that no request
-        needs."""
+        """Record that a request no longer uses its grammar. If it was the last such request, a later plan makes the
+        worker release the grammar."""
         need = self._needs[grammar]
         need.num_requests -= 1
         if not need.num_requests:
@@ -62,14 +64,13 @@ class NeededGrammars:
         return self._needs[grammar].is_ready
 
     def is_preparing(self, grammar: Grammar | None) -> bool:
-        """Return whether the worker is preparing a grammar now: a plan has sent the grammar, and the worker has not
-        reported that it is ready."""
+        """Return whether the worker has received a grammar, but has not reported yet that it is ready."""
         return grammar is not None and self.id_of(grammar) > 0 and not self.is_ready(grammar)
 
     def report(self, grammar_id: int, *, is_ready: bool) -> Grammar | None:
-        """Record the worker's report that it has prepared a grammar, or has failed to prepare it.
+        """Process the worker's message that it has prepared a grammar (`is_ready`), or has failed to prepare it.
 
-        Return the grammar, or None if no request needs the grammar any more or the grammar is ready already.
+        Return the grammar. Return None if no request uses the grammar any more, or if it was ready before.
         """
         for grammar, need in self._needs.items():
             if need.grammar_id == grammar_id and not need.is_ready:
@@ -78,7 +79,8 @@ class NeededGrammars:
         return None
 
     def take_added(self, admits: Callable[[Grammar], bool]) -> list[AddedGrammar]:
-        """Return the grammars that the next plan sends to the worker, up to the byte limit.
+        """Choose the grammars that the next plan sends to the worker, give them their ids, and return them. A byte
+        limit applies to the grammars of one plan.
 
         The caller must send that plan. `admits` returns whether a grammar may be sent now.
         """

@@ -14,8 +14,8 @@ _MAX_SLOWED_PROMPTS = 8  # started prompts that do not decode yet, in slowed ste
 
 
 class RowAllocator:
-    """The choice of the sequences that start or resume in each plan of an epoch. Each of them gets a row, the worker's
-    state of one running sequence."""
+    """The part of the scheduler that decides which sequences start or resume in each plan. Each of them gets a row (the
+    worker's state of one running sequence)."""
 
     def __init__(self, state: Lifecycle, worker: WorkerState) -> None:
         self._state = state
@@ -25,8 +25,7 @@ class RowAllocator:
         self._lacking: tuple[SequenceGroup | None, int] = (None, 0)
 
     def start_loaded(self, builder: PlanBuilder) -> None:
-        """Start the requests whose KV cache blocks have been loaded from the host, and allocate rows on the worker for
-        their sequences."""
+        """Start the requests whose KV cache blocks have arrived on the device after a load from the host."""
         worker = self._worker
         loaded = [group for group in self._state.loading if group.moved_step <= worker.last_moved_step]
         for group in sorted(loaded, key=lambda group: group.order):
@@ -36,10 +35,11 @@ class RowAllocator:
     # Further samples of running groups
 
     def allocate_samples(self, builder: PlanBuilder) -> bool:
-        """Start the remaining samples of running requests whose prompt is computed, so that these samples share the
-        blocks of the prompt.
+        """Start the remaining parallel samples of running requests. A sample starts after the prompt of its request is
+        computed, so that all samples share the prompt's KV cache blocks.
 
-        Return False if there was no room for a sample. No waiting request may then be admitted before this sample.
+        Return False if a sample could not start for lack of room. The caller must then admit no waiting request, so
+        that the sample gets the room first.
         """
         state, worker = self._state, self._worker
         for group in sorted(state.rowless, key=lambda group: group.order):
@@ -60,10 +60,11 @@ class RowAllocator:
         return True
 
     def _allocate_sample(self, sequence: Sequence, relatives: list[Row], builder: PlanBuilder) -> bool:
-        """Start a further sample of a running request, or return False if there is no room for the sample.
+        """Start another parallel sample of a running request. Return False if there is no free slot, token or block for
+        the sample.
 
-        The sample starts from the computed prompt of another sample (one of `relatives`) or from a prefix cache hit,
-        whichever has more tokens.
+        The sample reuses either the prompt blocks of a running sample (one of `relatives`) or a prefix cache hit,
+        whichever covers more tokens.
         """
         worker, cache, group = self._worker, self._worker.cache, sequence.group
         has_slot = bool(group.reserved_slots) or worker.rows.slots.num_free > 0
@@ -107,18 +108,18 @@ class RowAllocator:
     def _may_open(self, builder: PlanBuilder) -> bool:
         """Return whether another sequence may start in this plan.
 
-        A sequence normally starts only if the step has tokens left. If prompts are slowed down to protect decoding
-        rows, a few sequences start without tokens. The next step then shares its tokens among all of them. So a short
-        prompt does not wait until the preceding long prompts are computed.
+        A sequence starts if the step has tokens left. If the step's prompt tokens are limited so that decoding stays
+        fast, a few sequences may start without tokens. The next step then divides its tokens among all started prompts.
+        So a short prompt need not wait until earlier, long prompts are computed.
         """
         can_wait = builder.is_slowed and len(self._worker.rows.active) < _MAX_SLOWED_PROMPTS
         return builder.num_free_tokens > 0 or can_wait
 
     def _next(self, builder: PlanBuilder) -> SequenceGroup | None:
-        """Return the waiting request that is next, or None.
+        """Return the waiting request that should start or resume next, or None.
 
-        If the step has no tokens left, skip a request whose next KV cache block a running sequence is about to compute.
-        The skipped request can match the block later, and the requests after it go first.
+        If the step has no tokens left, this method skips a request if a running sequence is about to compute the same
+        KV cache block that the request needs next. That request can use the block as a prefix cache hit later.
         """
         state, group = self._state, self._state.next_waiting(builder.now)
         is_early = builder.num_free_tokens <= 0 and self._may_open(builder)
@@ -128,11 +129,11 @@ class RowAllocator:
         return next((each for each in groups if not self._is_being_computed(each)), None)
 
     def _is_being_computed(self, group: SequenceGroup) -> bool:
-        """Return whether a running sequence is about to compute the KV cache block that a waiting request would compute
-        first.
+        """Return whether a running sequence is about to compute the first KV cache block that a waiting request would
+        have to compute.
 
-        Then it is better to wait. The prefix cache hit of a sequence is fixed when the sequence starts. So the request
-        would compute the same block itself.
+        The request should then wait. A sequence looks for prefix cache hits only when it starts. If it started now, it
+        would compute the same block a second time.
         """
         sequence, cache = group.rowless_sequences[0], self._worker.cache
         own, may_match = sequence.allocation, cache.enable_prefix_caching and sequence.may_match
@@ -151,8 +152,8 @@ class RowAllocator:
         )
 
     def num_next_tokens(self, builder: PlanBuilder, at_most: int) -> int:
-        """Return the number of prompt tokens that the next waiting request would compute, so that the step can reserve
-        tokens for it.
+        """Return how many tokens the current step should reserve for the next waiting request: the number of its
+        uncached prompt tokens.
 
         Return 0 if the number exceeds `at_most`, if the request has run before, or if the request could not start now.
         """
@@ -163,10 +164,11 @@ class RowAllocator:
         return num_tokens if num_tokens <= at_most and self._startable(group, builder) is not None else 0
 
     def _start(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
-        """Start a waiting request: allocate the KV cache blocks of its first sequence, and reserve all slots that the
-        request needs at once.
+        """Start a waiting request: allocate the KV cache blocks of its first sequence, and reserve the worker slots
+        that the request needs at once.
 
-        Return False if the request cannot start now.
+        If some of its blocks must first be loaded from the host, the request starts after the load. Return False if the
+        request cannot start now.
         """
         state, worker, cache, sequence = self._state, self._worker, self._worker.cache, group.rowless_sequences[0]
         match = self._startable(group, builder)
@@ -182,8 +184,11 @@ class RowAllocator:
         return True
 
     def _startable(self, group: SequenceGroup, builder: PlanBuilder) -> Match | None:
-        """Return the prefix cache hit (possibly empty) with which a waiting request would start. Return None if the
-        request cannot start now, for lack of slots, blocks or space in the plan."""
+        """Return the prefix cache hit with which a waiting request would start now. The hit may be empty.
+
+        Return None if the request cannot start now: the worker has too few free slots or blocks, the plan's message is
+        full, or the request should wait until cached blocks are loaded.
+        """
         state, worker, cache, sequence = self._state, self._worker, self._worker.cache, group.rowless_sequences[0]
         if worker.rows.slots.num_free < group.num_first_slots or not builder.can_open(sequence):
             return None
@@ -200,9 +205,9 @@ class RowAllocator:
         return match
 
     def _swap_in(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
-        """Resume a swapped-out request: make the plan load its KV cache blocks from the host.
+        """Resume a swapped-out request: make the plan load its KV cache blocks from the host to the device.
 
-        Return False if there are too few free slots or device blocks for the request to continue.
+        Return False if there are too few free slots or device blocks for the request.
         """
         state, worker, cache = self._state, self._worker, self._worker.cache
         num_slots = max(len(group.swapped_allocations), group.num_first_slots)

@@ -19,8 +19,8 @@ _NUM_ABSENT = 64  # counters of absent tenants that a fair policy adds before it
 
 
 class WaitingState(NamedTuple):
-    """The state of a waiting request that a scheduling policy may use to order it. The state changes while the request
-    waits."""
+    """The state of a waiting request that a scheduling policy may use to order the queue. It changes while the request
+    waits, for example when blocks of its prompt are evicted from the cache."""
 
     arrived_at: float  # seconds of the caller's clock
     has_precedence: bool  # it has run before, or has waited longer than the policy's longest wait
@@ -45,48 +45,44 @@ class Policy:
     max_wait_s = math.inf  # seconds after which a request has precedence; infinite if it never does
 
     def __init__(self, name: str, running_key: Callable[[Request, int], tuple[Any, ...]]) -> None:
-        """Create a scheduling policy of the given name.
+        """Create a scheduling policy with the given name.
 
-        `running_key` returns the sort key of a running request, from the request and the sequence number of its
+        `running_key` computes the sort key of a running request from the request and the sequence number of its
         arrival. The request with the lowest key is scheduled first and preempted last.
         """
         self.name = name
         self.running_key = running_key
 
     def key(self, request: Request, arrival: int, standing: WaitingState) -> tuple[Any, ...]:
-        """Return the sort key of a request among its tenant's waiting requests. The request with the lowest key is
-        next.
+        """Return the sort key of a waiting request. Among the waiting requests of one tenant, the request with the
+        lowest key is scheduled next.
 
         `arrival` is the sequence number of the request's arrival.
         """
         return self.running_key(request, arrival)
 
     def rank(self, tenant: str) -> float:
-        """Return the current rank of a tenant. The waiting tenant with the lowest rank is served next."""
+        """Return the current rank of a tenant. The scheduler chooses the next request from the waiting tenant with the
+        lowest rank."""
         return 0.0
 
     def arrived(self, tenant: str) -> None:
-        """Record that a tenant has a request, and had no waiting or running request before.
-
-        A policy that ranks tenants then begins to count the service of this tenant.
-        """
+        """Record that a tenant without requests has sent a request. A policy that ranks tenants then begins to count
+        the tokens computed for this tenant."""
 
     def queued(self, tenant: str) -> None:
-        """Record that a request of the tenant waits, and that no other request of the tenant was waiting before.
-
-        `arrived` was called before for this tenant.
-        """
+        """Record that a tenant now has a waiting request, and had none before. `arrived` was called for this tenant
+        earlier."""
 
     def unqueued(self, tenant: str) -> None:
-        """Record that the tenant has no waiting request any more. Requests of the tenant may still run."""
+        """Record that no request of the tenant waits any more. Some of its requests may still run."""
 
     def left(self, tenant: str) -> None:
-        """Record that the tenant's last request has ended, so that the tenant has neither waiting nor running
-        requests."""
+        """Record that the last request of a tenant has ended, so that none of its requests waits or runs."""
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Charge a tenant for the prompt tokens and output tokens that the worker has computed for its requests. The
-        tenant must have a request."""
+        """Add the prompt tokens and output tokens that the worker has computed for a tenant to the tenant's use of the
+        worker. The tenant must have an unfinished request."""
 
 
 class FairPolicy(Policy):
@@ -112,11 +108,10 @@ class FairPolicy(Policy):
     OUTPUT_WEIGHT = 2
 
     def __init__(self, name: str = "fair", *, moves_keys: bool = False, max_wait_s: float = math.inf) -> None:
-        """Create a fair policy without counters.
+        """Create a fair policy that has not served any tenant yet.
 
-        If `moves_keys` is true, a tenant's requests are also ordered by the number of tokens that they would compute if
-        they started now. `max_wait_s` is the number of seconds after which a waiting request has precedence over later
-        requests.
+        If `moves_keys` is true, requests of a tenant also go earlier in the queue if more of their prompt is cached.
+        `max_wait_s` is the number of seconds after which a waiting request has precedence over later requests.
         """
         super().__init__(name, _by_priority_of_operators)
         self.moves_keys = moves_keys
@@ -179,18 +174,18 @@ class FairPolicy(Policy):
         self._counters[tenant] += self.PROMPT_WEIGHT * num_prompt_tokens + self.OUTPUT_WEIGHT * num_output_tokens
 
     def _forget(self) -> None:
-        """Drop the counters of tenants without requests, if the counter would be raised anyway when the tenant waits
-        again."""
+        """Delete the counters of tenants without requests, if a counter has no effect any more: when such a tenant
+        waits again, its counter would be raised to the floor in any case."""
         kept = {name: count for name, count in self._counters.items() if name in self._present or count > self._floor}
         self._counters = kept
         self._num_absent_kept = len(kept) - len(self._present)
 
 
 def _by_priority_of_operators(request: Request, arrival: int) -> tuple[Any, ...]:
-    """Return a sort key for running requests that ignores the priorities set by tenants.
+    """Return a sort key for running requests that ignores the priorities that tenants set.
 
-    Otherwise a tenant could use its priorities to preempt the requests of every other tenant. The priority of a request
-    without a tenant counts.
+    With its own priorities, a tenant could otherwise cause the preemption of all other tenants' requests. The priority
+    of a request without a tenant is used.
     """
     return 0 if request.tenant else request.priority, arrival
 
@@ -217,10 +212,10 @@ POLICIES = tuple(_POLICIES)  # the first is the default
 
 
 def create_policy(name: str, max_wait_s: float = DEFAULT_MAX_WAIT_S) -> Policy:
-    """Return a new scheduling policy by its name.
+    """Create the scheduling policy with the given name.
 
-    `max_wait_s` is the longest wait of a request in seconds, and is used only by the policy "agent". Raises ValueError
-    for an unknown name.
+    `max_wait_s` is the number of seconds after which a waiting request has precedence. Only the policy "agent" uses it.
+    Raises ValueError for an unknown name.
     """
     if name not in _POLICIES:
         raise ValueError(f"policy is {name!r}, choose one of {', '.join(POLICIES)}")

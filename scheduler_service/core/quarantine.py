@@ -18,9 +18,10 @@ _MAX_LONE_CRASHES = 2
 
 
 class Quarantine:
-    """The requests that are suspected of crashing the worker, and the suspects of the current trial.
+    """The search for the request that crashes the worker. A request becomes a suspect if the worker was working on it
+    during two crashes.
 
-    In a trial, a part of the suspects runs without any other request, until each has produced a token or the worker
+    In a trial, some of the suspects run without any other request, until each has produced a token or the worker
     crashes.
     """
 
@@ -30,15 +31,16 @@ class Quarantine:
         self.charged: set[SequenceGroup] = set()  # charged until a token is confirmed
 
     def admits(self, request: SequenceGroup) -> bool:
-        """Return whether a request may run now. While the scheduler searches for the request that crashes the worker,
-        only the suspects of the current trial may run."""
+        """Return whether a request may run now. During a trial, only the suspects of this trial may run, so that a
+        crash of the worker can be attributed to them."""
         return not self._trial or request in self._trial
 
     def crashed(self, computed: Iterable[SequenceGroup], preparing: Set[SequenceGroup]) -> list[SequenceGroup]:
-        """Charge the crash of the worker to the requests that it was computing or whose grammars it was preparing.
+        """Record a crash of the worker against each request that the worker was computing or whose grammar it was
+        preparing.
 
-        Return the requests that must fail, because the worker has crashed twice while it worked only on this request or
-        its grammar.
+        Return the requests that must fail, because the worker has crashed twice while it worked on nothing but this
+        request or its grammar.
         """
         charged = sorted({*computed, *preparing}, key=lambda request: request.order)
         causes = {request.request.grammar if request in preparing else request for request in charged}
@@ -54,8 +56,8 @@ class Quarantine:
         return failed
 
     def cleared(self, request: SequenceGroup) -> None:
-        """Clear all charges against a request, because the worker has computed one of its tokens or because the request
-        has ended."""
+        """Remove the suspicion from a request: delete the crashes recorded against it. Call this when the worker has
+        computed one of its tokens, or when the request has ended."""
         if request not in self.charged:
             return
         self.charged.remove(request)

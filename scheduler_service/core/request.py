@@ -8,8 +8,8 @@ from pagewire.common.wire.messages import GrammarKind, SamplingParams
 
 
 class EarlyStopping(Enum):
-    """The condition under which a beam search ends when it has `beam_width` finished hypotheses. The members are the
-    three values of `early_stopping` in transformers."""
+    """The rule that decides when a beam search may end, once it has `beam_width` finished hypotheses. The members
+    correspond to the three values of `early_stopping` in transformers."""
 
     HEURISTIC = 1  # False: if the best beam, at its present length, cannot beat the worst hypothesis
     FIRST = 2  # True: immediately
@@ -18,8 +18,8 @@ class EarlyStopping(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """The parameters of a request's beam search. The search returns its best `Request.n` hypotheses (finished
-    outputs)."""
+    """The parameters of a request's beam search. At the end, the search returns the `Request.n` finished outputs with
+    the best scores."""
 
     beam_width: int
     length_penalty: float = 1.0  # a hypothesis scores cumulative_logprob / num_output_tokens ** length_penalty
@@ -27,7 +27,7 @@ class BeamParams:
 
 
 class OutputMode(Enum):
-    """The way in which the output of a request reaches its client."""
+    """The way in which a client receives the output of a request."""
 
     STREAMED = "streamed"  # token by token; the output of a beam search is known only at its end
     WHOLE = "whole"  # once, at its end
@@ -36,8 +36,8 @@ class OutputMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that the output of a request must match (structured output). Each of the end tokens can end a complete
-    output."""
+    """A grammar that the output of a request must match (structured output). If an output is complete, any of the end
+    tokens may end it."""
 
     kind: GrammarKind
     text: str
@@ -93,7 +93,7 @@ class AdmissionError(Exception):
 class EndReason(Enum):
     """The reason why a sequence ended.
 
-    The first three reasons reach the client as a finish reason, the others as an error status.
+    The client receives one of the first three reasons as a finish reason, and any other reason as an error status.
     """
 
     STOP = "stop"
@@ -113,8 +113,8 @@ class EndReason(Enum):
 class SequenceEnd:
     """The event that a sequence has ended. Each sequence has exactly one such event.
 
-    The times are in seconds of the caller's clock. A time is None if the step never happened, for example if the
-    sequence was never scheduled.
+    The times are in seconds of the caller's clock. If a step never happened, its time is None. For example,
+    `first_scheduled_at` is None if the sequence was never scheduled.
     """
 
     sequence_id: int
@@ -135,8 +135,8 @@ class SequenceEnd:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probability and the rank of one token, with the log-probabilities of other tokens at its position: the
-    most likely tokens, or the tokens that the request lists."""
+    """The log-probability and the rank of one token. It also contains log-probabilities of other tokens at the same
+    position: the most likely tokens, or tokens that the request lists."""
 
     token_id: int
     logprob: float
@@ -155,12 +155,12 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """The new tokens, log-probabilities and ends of sequences that one event of the scheduler produced, for the
-    clients.
+    """The output of one scheduler event for the clients: new tokens, their log-probabilities, and the ends of
+    sequences.
 
-    Sequence `sequence_ids[i]` got token `token_ids[i]`. A sequence that got a token and ended is in both `sequence_ids`
-    and `ended`. `logprobs` contains the sequences that requested log-probabilities. The tokens of a beam search are in
-    `hypotheses` only, and the ends of its sequences are in `ended`.
+    `token_ids[i]` is a new token of sequence `sequence_ids[i]`. If the sequence ends with this token, it is also in
+    `ended`. `logprobs` has an entry for each sequence that requested log-probabilities. The tokens of a beam search are
+    only in `hypotheses`. Its ends are in `ended`.
     """
 
     sequence_ids: list[int] = field(default_factory=list)
@@ -177,8 +177,8 @@ NUM_SESSION_AGES = len(SESSION_AGES_S) + 1
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """The scheduler's metrics: the current gauges, and the counters since start. The block counts are for the connected
-    worker."""
+    """The scheduler's metrics: the current values of gauges, and counters of events since the scheduler started. The
+    block counts are for the connected worker."""
 
     num_running: int  # sequences
     num_waiting: int
@@ -209,8 +209,10 @@ class SchedulerStats:
 
 @dataclass(frozen=True, slots=True)
 class BlockHolder:
-    """A request that holds KV cache blocks on the device, with the number of these blocks. `request_id` is None for the
-    sum over other tenants, whose requests the caller must not see."""
+    """A request that uses KV cache blocks on the device, and the number of these blocks.
+
+    One entry has `request_id` None. It is the sum over the requests of other tenants, which the caller must not see.
+    """
 
     request_id: str | None
     num_blocks: int
@@ -218,8 +220,8 @@ class BlockHolder:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """A report for operators and clients on one request: its state, the reason why it waits, and the blocks that it
-    holds and needs."""
+    """A report on one request for operators and clients: its state, the reason why it waits, and the KV cache blocks
+    that it uses and still needs."""
 
     request_id: str
     tenant: str
@@ -241,8 +243,11 @@ class RequestReport:
 
 
 class BlockUse(IntEnum):
-    """The use of one KV cache block in a `BlockMap`. A value of at least HELD identifies the request that holds the
-    block: HELD + the index of the request in `BlockMap.owners`."""
+    """The use of one KV cache block in a `BlockMap`.
+
+    A value of at least HELD means that one request uses the block. The value is HELD plus the index of the request in
+    `BlockMap.owners`.
+    """
 
     FREE = 0
     CACHED = 1  # idle, and its content can be matched
@@ -253,7 +258,8 @@ class BlockUse(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The use of every KV cache block on the device and on the host, for diagnosis. Entry i describes block i + 1."""
+    """A map of all KV cache blocks on the device and on the host, for diagnosis. Entry i is the use of block i + 1,
+    because block numbers start at 1."""
 
     owners: tuple[str, ...]  # request ids
     device: tuple[int, ...]  # BlockUse
@@ -269,7 +275,8 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A prefix cache event: the content of a full KV cache block can now be matched by prompts, in one tier.
+    """A prefix cache event: the content of a full KV cache block is now cached in one tier (device or host), and
+    prompts can match it.
 
     The hash of a block is an xxh3_64 over the hash of the parent block and the tokens of the block.
     """
@@ -284,7 +291,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """A prefix cache event: the last copy of a KV cache block's content in this tier is gone."""
+    """A prefix cache event: one tier (device or host) has lost its last copy of a KV cache block's content."""
 
     block_hash: int
     tier: Tier
@@ -293,7 +300,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class CacheCleared:
-    """A prefix cache event: nothing is cached any more, neither on the device nor on the host."""
+    """A prefix cache event: all content was removed from the cache, on the device and on the host."""
 
 
 KvEvent = BlockStored | BlockRemoved | CacheCleared

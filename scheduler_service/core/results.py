@@ -36,17 +36,18 @@ _GRAMMAR_FAILURES = {
 
 
 class Results:
-    """The processing of step results: appends sampled tokens to sequences, advances beam searches, and ends
+    """Processes the results of steps: appends sampled tokens to sequences, advances beam searches, and ends
     sequences."""
 
     def __init__(self, state: Lifecycle) -> None:
         self._state = state
 
     def process(self, worker: WorkerState, dispatch: Dispatch, resolved: ResolvedResult, now: float) -> TokenOutputs:
-        """Process the result of the plan `dispatch`, and return the new tokens and the ends of sequences.
+        """Process the result of a plan, and return the new tokens and the end events of sequences. `dispatch` is the
+        record of the plan.
 
-        Each row is checked again just before it is processed, because an earlier row may have ended its sequence or
-        caused it to be recomputed.
+        Each entry is checked just before it is used, because the result for another sequence may have ended or
+        interrupted its request in the meantime.
         """
         outputs = TokenOutputs()
         self._process_failures(worker, dispatch, resolved.samples, outputs, now)
@@ -67,8 +68,8 @@ class Results:
     def _process_prompt_logprobs(
         self, planned: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs
     ) -> None:
-        """Add the log-probabilities of a sequence's prompt tokens to the outputs, except for entries that were sent
-        before."""
+        """Add the log-probabilities of a sequence's prompt tokens to the outputs. Positions that the client has already
+        received are left out."""
         sequence = planned.row.sequence
         new = entries[max(0, sequence.num_prompt_logprobs_sent - planned.start) :]
         if new:
@@ -78,12 +79,11 @@ class Results:
     def _process_failures(
         self, worker: WorkerState, dispatch: Dispatch, samples: list[SampledRow], outputs: TokenOutputs, now: float
     ) -> None:
-        """End the requests with failed rows (running sequences), and make every request that used the KV cache blocks
-        of these rows recompute its content.
+        """End the requests for which the step failed. Make every other request that used the bad KV cache blocks
+        compute their content again.
 
-        A row fails if the worker could not compute it, or if its logits are not numbers. The blocks that it wrote are
-        bad even if the sequence has ended in the meantime. A failure of a grammar ends the request, but its blocks stay
-        valid.
+        A sequence fails if the worker could not compute it, or if its logits are NaN. The blocks that it wrote are bad,
+        even if it has ended in the meantime. If only the grammar failed, the request ends, but its blocks are good.
         """
         for sample in samples:
             if sample.status in _GRAMMAR_FAILURES and not sample.row.is_dropped:
@@ -119,8 +119,8 @@ class Results:
                 self._state.end_group(group, reason, outputs, message=message)
 
     def _process_sample(self, worker: WorkerState, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
-        """Process the result of one running sequence that was planned individually: a token, the candidates of a beam,
-        or an embedding."""
+        """Process the result of a sequence that was planned individually. The result is a token, the candidates for a
+        beam, or an embedding."""
         row, sequence, token_id = sample.row, sample.row.sequence, sample.token_id
         if self._state.quarantine.charged:
             self._state.quarantine.cleared(sequence.group)
@@ -150,10 +150,8 @@ class Results:
     def _process_candidates(
         self, worker: WorkerState, row: Row, candidates: list[tuple[int, float]], outputs: TokenOutputs
     ) -> None:
-        """Store the candidates for the next token of a beam.
-
-        When the last beam of the search has its candidates, the search continues with the best beams or ends.
-        """
+        """Store the candidates for the next token of a beam. When all beams of the search have their candidates, choose
+        the beams of the next step, or end the search."""
         group, beam = row.sequence.group, row.sequence.group.beam
         assert beam is not None
         row.reported()
@@ -169,11 +167,11 @@ class Results:
     def _process_decoded(
         self, worker: WorkerState, dispatch: Dispatch, token_ids: list[int], outputs: TokenOutputs
     ) -> None:
-        """Append one token to each sequence that decodes one token in every plan.
+        """Append one token to each sequence that decodes one token in every step. This is the scheduler's hot loop.
 
-        This is the scheduler's hot loop. Normally it examines only the tokens and the stop tokens of each sequence. The
-        sequences are examined one by one only in two cases: a sample was dropped or a first token was late since the
-        plan was sent, or a worker crash is charged to any request.
+        Normally, no other work is done per sequence, except for a check of the stop tokens. Each sequence is examined
+        only if a sample was dropped or a first token was late since the plan was sent, or if a worker crash is recorded
+        against any request.
         """
         columns, quarantine = dispatch.columns, self._state.quarantine
         if dispatch.num_drops != worker.rows.drops.num_drops or quarantine.charged:

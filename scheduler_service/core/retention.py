@@ -28,22 +28,23 @@ _NUM_ALL_GAPS = 1000
 
 
 class ReturnEstimate:
-    """An estimate of when each session without requests will send its next request. It decides whose idle KV cache
-    blocks are evicted first.
+    """An estimate of when each idle session (a conversation without a current request) will send its next request. It
+    decides which session's KV cache blocks are evicted first.
 
-    This class expects the most recently used session first. So the least recently used session loses its blocks first.
+    This class expects the most recently used session to return first. So the least recently used session loses its
+    blocks first.
     """
 
     def returned(self, session: Session, gap_s: float) -> None:
-        """Record that a session without requests has sent a new request, `gap_s` seconds after its last request
-        ended."""
+        """Record that an idle session has sent a new request, `gap_s` seconds after the end of its last request. An
+        estimate may learn from this gap."""
 
     def last_needed_at(self, session: Session) -> float:
-        """Return the time that orders sessions without requests: the session with the lowest time loses its KV cache
-        blocks first.
+        """Return the sort key of an idle session: the session with the lowest key loses its KV cache blocks first. The
+        method is called after the session's last request has ended.
 
-        The time is in seconds of the caller's clock, as if the session had been used last at that time. The method is
-        called after the session's last request has ended.
+        The key is a time in seconds of the caller's clock. It ranks the session like a session that was last used at
+        this time.
         """
         return session.last_used_at
 
@@ -81,7 +82,8 @@ EXPECTATIONS = {"lru": ReturnEstimate, "learned": LearnedReturnEstimate}
 
 
 class Retention:
-    """The sessions in one worker's cache, and the eviction priorities of their idle KV cache blocks.
+    """The sessions with requests or blocks in one worker's cache, and the order in which their idle KV cache blocks are
+    evicted.
 
     A session is a series of requests in which each prompt starts with the previous prompt and output.
     """
@@ -96,18 +98,18 @@ class Retention:
         cache.tiers.set_priorities(self._priority_of, self._tenant_of, self._is_expected)
 
     def update(self, now: float) -> None:
-        """Update the eviction order so that sessions without recent use lose their KV cache blocks before other
-        sessions.
+        """Update the time limit of the eviction order: idle sessions that were last used before this limit lose their
+        KV cache blocks first, whichever tenant they belong to.
 
-        A tenant normally keeps its share of the cache. That share does not protect sessions without recent use.
+        The blocks of more recently used sessions are protected by their tenant's share of the cache.
         """
         self.cache.pool.order.horizon = self.cache.host_pool.order.horizon = (IDLE, now - _SHARED_S)
 
     def arrived(self, group: SequenceGroup, now: float) -> None:
-        """Assign a request to the session that it continues, or to a new session.
+        """Assign a request to the session that it continues, or to a new session. Call this once for each request and
+        worker.
 
-        The request is new to this worker's cache. If the request has a cursor in the prefix index, the cursor must be
-        in place.
+        If the request uses a cursor in the prefix index, the cursor must exist already.
         """
         session = self._find(group) or self._begin(group, now)
         if session.num_blocks and not session.num_groups:
@@ -121,23 +123,24 @@ class Retention:
             sequence.allocation.free_list = session.free_list
 
     def waits(self, group: SequenceGroup) -> None:
-        """Update the priority of a session's KV cache blocks, because a request of the session waits or its cached
-        prefix has changed."""
+        """Record that a request of a session waits, and update the eviction priority of the session's KV cache blocks.
+        Call this again when more or less of the request's prompt is cached."""
         if group.session is not None:
             group.session.waiting[group] = None
             self.cache.tiers.priority_changed(group.session.free_list)
 
     def runs(self, group: SequenceGroup) -> None:
-        """Update the priority of a session's KV cache blocks, because a request of the session no longer waits."""
+        """Record that a request of a session has stopped waiting, and update the eviction priority of the session's KV
+        cache blocks."""
         if group.session is not None and group in group.session.waiting:
             del group.session.waiting[group]
             self.cache.tiers.priority_changed(group.session.free_list)
 
     def ended(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
-        """Record in the request's session that the request has ended, and update the priority of the session's KV cache
+        """Record that a request of a session has ended, and update the eviction priority of the session's KV cache
         blocks.
 
-        The request had computed `num_tokens` tokens, or 0 if it never ran.
+        `num_tokens` is the number of tokens that were computed for the request, or 0 if it never ran.
         """
         session = group.session
         if session is None:
@@ -153,15 +156,16 @@ class Retention:
             self._forget_lost()
 
     def lose(self, group: SequenceGroup) -> None:
-        """Remove the reference from a request to its session, because the request has ended or the worker's cache is
-        lost."""
+        """Remove the link from a request to its session, because the request has ended or the worker was lost with its
+        cache."""
         group.session = None
 
     def _is_expected(self, free_list: int) -> bool:
-        """Return whether a session has no request now but is expected to send one.
+        """Return whether a session has no request now but will probably send one.
 
-        A session is expected to return if it has returned before, or if its last request set `will_return` or a
-        retention time. A session with requests is not counted, because these requests load the blocks themselves.
+        This is assumed if the session has returned before, or if its last request set `will_return` or a retention
+        time. The result is False if the last request set `will_return` to False, or if the session has requests now.
+        Requests load the blocks that they need themselves.
         """
         session = self._sessions.get(free_list)
         if session is None or session.num_groups or session.will_return is False:
@@ -173,11 +177,11 @@ class Retention:
         return "" if session is None else session.tenant
 
     def _priority_of(self, free_list: int) -> RetentionPriority:
-        """Return the eviction priority of a free list, which has the idle KV cache blocks of one session. The lowest
-        priority is evicted first.
+        """Return the eviction priority of one session's idle KV cache blocks, which are in the free list `free_list`.
+        Blocks with the lowest priority are evicted first.
 
-        A session with a waiting request is certain to need its blocks. It needs them sooner if the request has fewer
-        blocks to compute.
+        A session with a waiting request has a higher priority than all others, because it will certainly need its
+        blocks. The fewer blocks of the request are not cached, the higher is the priority.
         """
         session = self._sessions.get(free_list)
         if session is None:
@@ -194,10 +198,11 @@ class Retention:
         return IDLE, self._expectation.last_needed_at(session) + session.retention_s
 
     def _find(self, group: SequenceGroup) -> Session | None:
-        """Return the session that a request continues, or None.
+        """Return the existing session that a request continues, or None.
 
-        A request continues the session that it names. If it names none, it continues a session without a name if its
-        prompt starts with at least half of the session's blocks.
+        If the request names a session, the result is the session of that name. Otherwise it is an unnamed session of
+        the same tenant, if the cached prefix of the prompt has at least half as many blocks as the session's last
+        request.
         """
         request, cursor = group.request, group.cursor
         if request.session_id:
@@ -223,8 +228,8 @@ class Retention:
         return session
 
     def _forget_lost(self) -> None:
-        """Remove the sessions that have neither requests nor KV cache blocks, so that their free lists can be used
-        again."""
+        """Remove the sessions that have neither requests nor KV cache blocks. New sessions can then use their free
+        lists."""
         pools = self.cache.pool, self.cache.host_pool
         moving = {move.free_list for move in self.cache.moves}
         for session in list(self._sessions.values()):

@@ -52,8 +52,8 @@ _MAX_SLOWDOWN_OF_NONE = 16.0
 
 # More than 20 methods: this class is the core's only interface, with one method for each event and each question.
 class Scheduler:
-    """The scheduler of one worker: receives events (requests, step results, worker connections), and builds the plans
-    of the worker's steps.
+    """The scheduler of one worker. It receives events (new requests, step results, worker connections), and decides
+    what the worker computes in each step.
 
     The scheduler's own limits apply to all requests. While a worker is connected, the worker's tighter limits apply
     too.
@@ -68,9 +68,9 @@ class Scheduler:
     ) -> None:
         """Create a scheduler that has no worker yet.
 
-        `policy` replaces the scheduling policy that the options name. `new_expectation` creates, for each worker's
-        cache, the estimate of when sessions return. It replaces the retention that the options name. The simulator
-        passes both arguments. Raises ValueError if the options name an unknown policy or retention.
+        Two arguments replace what the options configure, for simulations: `policy` replaces the scheduling policy.
+        `new_expectation` creates, for each worker's cache, the estimate of when sessions return, and so replaces the
+        retention. Raises ValueError if the options name an unknown policy or retention.
         """
         if options.retention not in EXPECTATIONS:
             raise ValueError(f"retention is {options.retention!r}, choose one of {', '.join(EXPECTATIONS)}")
@@ -104,8 +104,7 @@ class Scheduler:
         return outputs
 
     def stop(self, sequence_id: int, num_output_tokens: int, now: float) -> TokenOutputs:
-        """End a sample because a stop string was found in its text. The sample keeps its first `num_output_tokens`
-        output tokens.
+        """End a sample whose text contains a stop string. The sample keeps its first `num_output_tokens` output tokens.
 
         Return the end event, or empty outputs if the sample has already ended.
         """
@@ -119,11 +118,11 @@ class Scheduler:
     # Steps
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Return the plan of the next step, or None if the worker has nothing to do or if `pipeline_depth` plans are in
-        flight already.
+        """Return the plan of the next step for the worker.
 
-        Some requests may be suspected of crashing the worker, and run without others. None is also returned while the
-        worker still computes a request that must not run beside them.
+        Return None if the worker has nothing to do, or if `pipeline_depth` plans are already in flight. After repeated
+        worker crashes, the suspected requests run alone. The result is then also None until the worker has finished all
+        other requests' plans.
         """
         self._state.now = now
         state, worker, openings = self._state, self._state.worker, self._openings
@@ -159,7 +158,7 @@ class Scheduler:
         return worker.dispatch(builder)
 
     def complete(self, result: StepResult, now: float) -> TokenOutputs:
-        """Process the worker's result for the oldest plan in flight, and return the new tokens and the ends of
+        """Process the worker's result for the oldest plan in flight. Return the new tokens and the end events of
         sequences.
 
         Raises WorkerProtocolError if the result is for any other plan (invariant S9), or if the result does not fit the
@@ -202,10 +201,11 @@ class Scheduler:
             self._state.moved(step)
 
     def grammar_ready(self, grammar_id: int, error: str, now: float) -> TokenOutputs:
-        """Record that the worker has prepared a grammar, or that the preparation failed with the message `error`.
+        """Process the worker's message that a grammar is prepared, or that the preparation failed with the message
+        `error`.
 
-        If the preparation failed, the requests that need the grammar end. Return their end events. Raises
-        WorkerProtocolError if no plan of this epoch has sent a grammar with this id to the worker.
+        If the preparation failed, all requests with this grammar end. Return their end events. Raises
+        WorkerProtocolError if no plan to this worker has sent a grammar with this id.
         """
         self._state.now = now
         outputs, worker = TokenOutputs(), self._state.worker
@@ -219,10 +219,12 @@ class Scheduler:
     # Planning
 
     def _token_budget(self, worker: WorkerState) -> int:
-        """Return the largest number of tokens that the next step may compute.
+        """Return the largest number of tokens that the next step may compute, so that long prompts do not delay
+        decoding sequences too much.
 
-        If rows decode, prompts may slow them down up to the configured limit. If no row decodes, the step may be
-        longer, up to a bound on the delay of the next request.
+        If any sequence decodes, prompts may make the step at most `max_decode_slowdown` times as long as a decode step.
+        If none decodes, the step may be longer, up to a fixed factor. Without this option, or before the worker's speed
+        is measured, only the limit on tokens in a step applies.
         """
         num_step_tokens, max_slowdown = self._admission.limits.num_step_tokens, self._options.max_decode_slowdown
         if max_slowdown is None:
@@ -263,8 +265,8 @@ class Scheduler:
     def _may_prepare(self, grammar: Grammar) -> bool:
         """Return whether the worker may prepare this grammar now.
 
-        While the scheduler searches for the request that crashes the worker, only grammars of the suspects that may run
-        are prepared.
+        After repeated crashes, the scheduler searches for the request that crashes the worker. During the search, the
+        worker prepares only the grammars of the suspected requests that may run.
         """
         quarantine = self._state.quarantine
         return not quarantine.suspects or any(
@@ -272,10 +274,10 @@ class Scheduler:
         )
 
     def _isolate_trial(self, worker: WorkerState, now: float) -> bool:
-        """Let the suspects of a worker crash run without other requests: discard the KV cache of all other requests,
-        and make these requests wait.
+        """Let the requests that are suspected of crashing the worker run alone. All other running requests lose their
+        KV cache and return to the waiting queue.
 
-        Return False while a plan in flight still computes such a request.
+        Return False while a plan in flight still computes one of these other requests.
         """
         state, admits = self._state, self._state.quarantine.admits
         for group in [*state.running, *state.loading]:
@@ -286,7 +288,8 @@ class Scheduler:
     # The worker
 
     def worker_joined(self, capacity: WorkerCapacity, epoch: int, now: float) -> TokenOutputs:
-        """Begin an epoch with a newly connected worker. Its KV cache is empty.
+        """Start to schedule on a newly connected worker, whose KV cache is empty. `epoch` is the number of this
+        connection.
 
         Return the end events of requests that can never fit on this worker. Raises RuntimeError if a worker is
         connected already. Raises WorkerProtocolError if the epoch is not above all earlier epochs.
@@ -316,11 +319,11 @@ class Scheduler:
         return outputs
 
     def worker_lost(self, now: float) -> TokenOutputs:
-        """End the epoch after the worker was lost. Its KV cache and the plans in flight are gone, and the requests wait
-        again in order of arrival.
+        """Return all requests to the waiting queue, in order of arrival, after the worker was lost with its KV cache
+        and the plans in flight.
 
-        Return the end events of requests that fail, because a worker crashed twice while it worked only on this request
-        or its grammar. Does nothing if no worker is connected.
+        A request fails if a worker has crashed twice while it worked on nothing but this request or its grammar. Return
+        the end events of these requests. Does nothing if no worker is connected.
         """
         self._state.now = now
         outputs, worker = TokenOutputs(), self._state.worker
@@ -337,10 +340,10 @@ class Scheduler:
         return outputs
 
     def worker_grace_ended(self, now: float) -> TokenOutputs:
-        """End the requests that another server could start equally well, after a grace period in which no worker was
-        connected. Return their end events.
+        """End the requests that could equally well start again on another server. Call this if no worker has connected
+        during the grace period.
 
-        Does nothing if a worker is connected.
+        Return the end events. Does nothing if a worker is connected.
         """
         return self._end_without_worker(lambda group: not group.is_bound, now)
 
@@ -360,8 +363,8 @@ class Scheduler:
         return outputs
 
     def flush_cache(self, now: float) -> None:
-        """Remove all content from the prefix cache. Does nothing while the scheduler has any requests, because their KV
-        cache blocks depend on it."""
+        """Remove all content from the prefix cache. Does nothing while the scheduler has any unfinished requests,
+        because they use KV cache blocks."""
         if not self._state.groups:
             self._state.worker.cache.tiers.flush()
 
@@ -369,8 +372,8 @@ class Scheduler:
 
     @property
     def state(self) -> Lifecycle:
-        """The scheduler's requests and worker state, for reading by the functions of `explain.py`. Only the scheduler
-        changes this state."""
+        """The scheduler's requests and worker state. The functions of `explain.py` read this state for reports, but
+        only the scheduler changes it."""
         return self._state
 
     @property
@@ -395,8 +398,8 @@ class Scheduler:
         return Counter(map(type, events)) + self._state.worker.cache.index.drop_events()
 
     def kv_snapshot(self) -> list[BlockStored]:
-        """Return `BlockStored` events for all content of the prefix cache, so that a new subscriber knows the present
-        state. Parents come before their children."""
+        """Return a `BlockStored` event for all content of the prefix cache, so that a new subscriber learns the present
+        state. The event of a block comes after the event of its parent block."""
         return self._state.worker.cache.index.snapshot()
 
     def check(self) -> None:

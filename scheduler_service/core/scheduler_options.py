@@ -12,7 +12,7 @@ _MAX_COUNT = 2**31 - 1  # the largest count that GetServerInfo can report
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """The options that determine how a scheduler plans, each with its default, help text and limits."""
+    """The options of the scheduler. Each option has a default, a help text and limits."""
 
     max_num_seqs: int = option(256, "how many sequences can run at the same time", between(1, _MAX_COUNT))
     max_num_batched_tokens: int = option(2048, "how many tokens one step can compute", between(1, _MAX_COUNT))

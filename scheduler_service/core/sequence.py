@@ -17,8 +17,8 @@ from scheduler_service.core.request import OutputMode, Request
 
 
 class GroupState(Enum):
-    """The state of a request's sequence group: whether it waits, runs or is preempted, and where its KV cache blocks
-    are."""
+    """The state of a request in the scheduler: whether it waits, runs or is preempted, and whether its KV cache is on
+    the device or on the host."""
 
     WAITING = "waiting"  # the worker has nothing of it
     PREPARING = "preparing"  # like WAITING, but it cannot start: the worker is preparing its grammar
@@ -55,11 +55,11 @@ TRANSITIONS = {
 
 @dataclass(slots=True)
 class DropCount:
-    """A counter, shared by all rows of a worker, of the events after which a planned sample is ignored or handled
-    individually.
+    """A counter of the events after which the scheduler must check each planned sample, for example because a sequence
+    has ended early. All sequences on a worker share it.
 
-    Each plan in flight records the count at its dispatch. If the count is unchanged when the result arrives, every
-    sample counts, and no row must be checked.
+    Each plan in flight stores the count at the time when it was sent. If the count is still the same when the result
+    arrives, all samples of the result are valid, and the scheduler skips the checks.
     """
 
     num_drops: int = 0
@@ -67,9 +67,10 @@ class DropCount:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A session: a series of requests of one tenant, in which each prompt starts with the previous prompt and output.
+    """A series of requests of one tenant, such as a conversation, in which each prompt starts with the previous prompt
+    and output.
 
-    The scheduler remembers a session while it has requests or idle KV cache blocks that a later request may use. See
+    The scheduler keeps a session while it has requests, or idle KV cache blocks that a later request may use. See
     `retention.py`.
     """
 
@@ -89,8 +90,8 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """A request and its sequences (samples, or the beams of a beam search), from arrival until the last sequence has
-    ended."""
+    """A request in the scheduler, from its arrival until its last sequence has ended. Its sequences are parallel
+    samples, or the beams of a beam search."""
 
     request: Request
     arrival: int  # sequence number of its arrival
@@ -122,8 +123,8 @@ class SequenceGroup:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The end tokens of the request's grammar; empty if the request has no grammar. These tokens end an output of
-        any length, even below `min_tokens`."""
+        """The end tokens of the request's grammar, or an empty tuple without a grammar. These tokens end an output of
+        any length, even if it is shorter than `min_tokens`."""
         return () if self.request.grammar is None else self.request.grammar.end_token_ids
 
     @property
@@ -132,38 +133,40 @@ class SequenceGroup:
 
     @property
     def has_precedence(self) -> bool:
-        """Whether the request goes before waiting requests that arrived recently and have never run. This holds if the
-        request has been interrupted after it ran, or if it has waited longer than the policy's longest wait."""
+        """Whether the request is scheduled before new requests that wait. This is true if the request was interrupted
+        after it had started, or if it has waited longer than the policy's longest wait."""
         return self.is_overdue or bool(self.pauses)
 
     @property
     def must_compute_all(self) -> bool:
-        """Whether one row must compute all positions of the request itself, without prefix cache hits.
+        """Whether the worker must compute all positions of the request without prefix cache hits and without losing its
+        state of the sequence.
 
-        This holds for embeddings with mean pooling. The running mean is part of the row (the worker's state of the
-        sequence) and is lost with the row. No cached KV block contains a part of the mean.
+        This is true for embeddings with mean pooling. The running mean is part of the worker's state of the sequence,
+        and cached KV blocks do not contain it.
         """
         return self.request.sampling.pooling is Pooling.MEAN
 
     @property
     def chooses_tokens(self) -> bool:
-        """Whether the worker samples tokens for this request. It is false for beam searches, where the worker returns
-        candidate tokens, and for embeddings."""
+        """Whether the worker samples tokens for this request. This is false for a beam search, for which the worker
+        returns candidate tokens, and for embeddings."""
         sampling = self.request.sampling
         return sampling.num_candidates is None and sampling.pooling is Pooling.NONE
 
     @property
     def num_first_slots(self) -> int:
-        """The number of free slots on the worker that the request needs to start. A slot holds one running sequence.
+        """The number of free slots on the worker that the request needs in order to start. A slot holds one running
+        sequence.
 
-        A beam search needs slots for all its beams at once, because beams move between the slots. Parallel samples can
-        get their slots one after another, so the number is 1.
+        A beam search needs the slots for all its beams at once, because beams move between the slots. Parallel samples
+        need only one, because they can start one after another.
         """
         return 1 if self.beam is None else self.request.num_rows
 
     @property
     def live_sequences(self) -> list[Sequence]:
-        """The unfinished sequences of the request: the samples that have not ended, or the running beams of a beam
+        """The sequences of the request that have not ended: unfinished parallel samples, or the current beams of a beam
         search."""
         if self.beam is not None:
             return self.beam.beams
@@ -171,8 +174,8 @@ class SequenceGroup:
 
     @property
     def rows(self) -> list[Row]:
-        """The latest row of each sequence of the request. A row is the worker's state of one running sequence, and may
-        have been vacated already."""
+        """The latest row (the worker's state of one running sequence) of each sequence of the request. A row may have
+        given up its slot on the worker already."""
         return [sequence.row for sequence in self.sequences if sequence.row is not None]
 
     @property
@@ -182,9 +185,9 @@ class SequenceGroup:
 
     @property
     def planned_step(self) -> int:
-        """The number of the last step plan that computes any sequence of this request; 0 if there is none.
+        """The number of the last step plan that computes any sequence of this request, or 0 if there is no such plan.
 
-        After a preemption, the request does not resume until the result of this step has arrived.
+        A preempted request does not resume before the result of this step has arrived.
         """
         return max((row.planned_step for row in self.rows), default=0)
 
@@ -195,39 +198,36 @@ class SequenceGroup:
 
     @property
     def swapped_allocations(self) -> list[Allocation]:
-        """The block allocations of the unfinished sequences that have KV cache blocks on the host, because the request
-        was swapped out."""
+        """The KV cache allocations of the unfinished sequences that were swapped out and have blocks on the host."""
         return [sequence.allocation for sequence in self.live_sequences if sequence.allocation.host_blocks]
 
     @property
     def is_bound(self) -> bool:
-        """Whether only this scheduler can finish the request.
+        """Whether only this server can finish the request. If false, the request could equally well start again on
+        another server.
 
-        This holds if the client has received a part of the output, or if the request is detached (it runs without a
-        client connection). Any other request could equally well start again on another server.
+        It is true if the client has already received a part of the output, or if the request runs without a client
+        connection (detached).
         """
         if self.request.output_mode is OutputMode.STREAMED and self.beam is None:
             return any(sequence.is_finished or sequence.first_token_at is not None for sequence in self.sequences)
         return self.request.output_mode is OutputMode.DETACHED
 
     def pause(self, now: float) -> None:
-        """Record when the request was interrupted: its KV cache blocks were lost, or began to move to the host. `now`
-        is in seconds of the caller's clock."""
+        """Record the time `now` at which a running request was interrupted: it lost its KV cache, or is being swapped
+        out to the host. `now` is in seconds of the caller's clock."""
         if len(self.pauses) % 2 == 0:
             self.pauses += (now,)
 
     def resume(self, now: float) -> None:
-        """Record when an interrupted request runs again. `now` is in seconds of the caller's clock. Does nothing when
-        the request runs for the first time."""
+        """Record the time `now` at which an interrupted request runs again, in seconds of the caller's clock. Does
+        nothing if the request was not interrupted."""
         if len(self.pauses) % 2:
             self.pauses += (now,)
 
     def dissolve(self) -> None:
-        """Break the reference cycles between a finished request and its sequences.
-
-        Python then frees the objects together with the last plan that refers to them, without a run of the garbage
-        collector.
-        """
+        """Break the reference cycles between a finished request and its sequences, so that Python frees them without a
+        run of the garbage collector. They are freed when the last plan that refers to them is freed."""
         for sequence in self.sequences:
             sequence.finish()
         self.sequences.clear()
@@ -237,8 +237,8 @@ class SequenceGroup:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of a request, or one beam of a beam search: the token ids, the allocated KV cache blocks, and the row
-    on the worker."""
+    """One parallel sample of a request, or one beam of a beam search. A sequence has its token ids, its KV cache blocks
+    and, while it runs, its state on the worker (a row)."""
 
     sequence_id: int
     group: SequenceGroup
@@ -269,16 +269,16 @@ class Sequence:
 
     @property
     def may_match(self) -> bool:
-        """Whether the sequence may start from prefix cache hits. It may not while it owes log-probabilities of prompt
-        tokens, or if the request needs mean pooling."""
+        """Whether the sequence may start from a prefix cache hit. This is false if log-probabilities of its prompt
+        tokens must still be computed, or if the request needs mean pooling."""
         return not self.wants_prompt_logprobs and not self.group.must_compute_all
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the client still has to receive log-probabilities of prompt tokens.
 
-        Log-probabilities are not cached. So their positions must be computed even if the KV cache already contains
-        them.
+        The worker must then compute these positions even if their K and V are cached, because log-probabilities are not
+        cached.
         """
         return self.num_prompt_logprobs is not None and self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
 
@@ -288,10 +288,10 @@ class Sequence:
         return self.row if self.row is not None and self.row.slot >= 0 else None
 
     def take_slot(self, slot: int, drops: DropCount, *, is_gated: bool) -> Row:
-        """Create the row of this sequence in a slot of the worker, and return the row.
+        """Create a row (the worker's state of this sequence) in the given slot of the worker, and return the row.
 
-        A gated row (`is_gated`) rests after each sample until the scheduler has chosen its next token. No result of an
-        earlier row of the sequence may be in flight.
+        If `is_gated` is true, the worker does not compute the sequence after a sample until the scheduler has chosen
+        the next token. No result of an earlier row of the sequence may be in flight.
         """
         self.row = Row(self, self.allocation, slot, drops, is_gated, len(self.token_ids))
         return self.row
@@ -304,17 +304,17 @@ class Sequence:
         self.row = None
 
     def begin_epoch(self, allocation: Allocation) -> None:
-        """Forget the sequence's state on the lost worker. `allocation` is an empty block allocation for the next
-        worker."""
+        """Remove the sequence's state on the lost worker. `allocation` has no blocks, and will hold the sequence's KV
+        cache blocks on the next worker."""
         self.allocation, self.row = allocation, None
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """The worker's state of one running sequence, as the scheduler tracks it.
+    """The scheduler's record of the state that the worker keeps for one running sequence.
 
-    A row begins when the sequence gets a slot on the worker, and ends when the slot is given up. Results of plans sent
-    before the end still count, unless the row is dropped.
+    A row exists while the sequence has a slot on the worker. After that, results of earlier plans are still used,
+    unless the row was dropped (see `drop`).
     """
 
     sequence: Sequence
@@ -355,16 +355,16 @@ class Row:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of tokens that plans in flight sample for this running sequence and that the scheduler will use.
-        It is 0 for a dropped row."""
+        """The number of tokens that plans in flight sample for this sequence. It is 0 if the scheduler will ignore
+        these tokens, because the row was dropped."""
         return 0 if self.is_dropped else self.num_expected_tokens - len(self.allocation.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """The number of token positions of this running sequence that still have to be planned. Tokens that plans in
-        flight will sample are included.
+        """The number of token positions of this sequence that still have to be planned. The positions of tokens that
+        plans in flight will sample are included.
 
-        It is 0 if the tokens in flight reach the sequence's length limit, because the sequence then ends.
+        It is 0 if the sequence reaches its length limit with the tokens in flight, because the sequence then ends.
         """
         if self.is_gated:
             return len(self.allocation.token_ids) - self.allocation.num_computed_tokens
@@ -373,102 +373,104 @@ class Row:
 
     @property
     def num_settled_tokens(self) -> int:
-        """The number of planned positions of this running sequence whose tokens are known and that will not be computed
-        again.
+        """The number of positions of this sequence whose KV cache content is final: they are planned, their tokens are
+        known, and they will not be computed again.
 
-        Only these positions may be published in the prefix index. The block of a position that may be computed again
+        Only these positions may be published in the prefix index. A block with a position that may be computed again
         must not be shared.
         """
         return min(self.allocation.num_computed_tokens, len(self.allocation.token_ids) - self.may_repeat)
 
     @property
     def may_repeat(self) -> bool:
-        """Whether the position of the sequence's last known token may be computed a second time.
+        """Whether the worker may have to compute the position of the last known token a second time.
 
-        This happens after a preemption if the row is gated (it waits for the scheduler's choice after each sample). It
-        also happens if a grammar mask was not ready in time. The KV cache blocks that the second computation reads and
-        writes must still belong to this sequence.
+        This can happen if the request has a grammar whose mask was not ready in time. After a preemption, it can also
+        happen if the row is gated (the scheduler chooses its next token after each sample). The sequence must keep the
+        KV cache blocks for the second computation.
         """
         return self.is_gated or self.sequence.group.request.grammar is not None
 
     @property
     def next_position(self) -> int:
-        """The first token position that this running sequence may compute from now on. The KV cache blocks that this
-        position reads must be kept."""
+        """The lowest token position that the worker may still compute for this sequence. KV cache blocks that this
+        position reads must not be freed."""
         num_computed = self.allocation.num_computed_tokens
         return min(num_computed, len(self.allocation.token_ids) - 1) if self.may_repeat else num_computed
 
     def plan(self, step: int, num_tokens: int, *, samples: bool) -> None:
-        """Record that the plan of `step` computes `num_tokens` more positions of this running sequence. If `samples` is
-        true, the plan also samples the next token."""
+        """Record that the plan of `step` computes the next `num_tokens` positions of this sequence and, if `samples` is
+        true, samples its next token."""
         self.planned_step = step
         self.allocation.compute(num_tokens)
         self._num_expected += samples
 
     def reported(self) -> None:
-        """Record that the worker has reported the candidates for a beam's next token. No sample of this beam is in
-        flight any more."""
+        """Record that the candidates for this beam's next token have arrived from the worker, so that no sample of this
+        beam is in flight."""
         self._num_expected = len(self.allocation.token_ids)
 
     def append_token(self, token_id: int) -> None:
-        """Append the token that the scheduler has chosen to a gated row (a row that waits for the scheduler's choice
-        after each sample)."""
+        """Append the token that the scheduler has chosen to the sequence. The row must be gated: the worker does not
+        compute it further until the scheduler has chosen its next token."""
         self.allocation.token_ids.append(token_id)
         self._num_expected = len(self.allocation.token_ids)
 
     def repeat(self) -> None:
-        """Record that one planned sample of this running sequence will not arrive, because its grammar mask was not
-        ready in time.
+        """Record that a planned sample of this sequence will not arrive, because its grammar mask was not ready in
+        time.
 
-        The position before the sample is computed again, if it has been computed.
+        The position from which the token was to be sampled will be computed again, if it has been computed.
         """
         self._num_expected -= 1
         self.allocation.compute_again(self._num_expected - 1)
 
     def rewind(self) -> None:
-        """Ignore the results of this running sequence that have not arrived yet. After the interruption, the position
-        of the last token is computed again."""
+        """Ignore all results of this sequence that are still in flight, because the sequence is interrupted. Later, the
+        position of its last known token is computed again."""
         self.drop()
         self.allocation.compute_again(len(self.allocation.token_ids) - 1)
 
     def drop(self) -> None:
-        """Ignore the sampled tokens of this row (the worker's state of one running sequence) that have not arrived
-        yet."""
+        """Ignore all tokens of this row that are still in flight. A row is the worker's state of one running
+        sequence."""
         self.drops.num_drops += self.num_in_flight > 0
         self.is_dropped = True
 
     def vacate(self) -> None:
-        """Mark this row (the worker's state of one running sequence) as without a slot on the worker. Samples that are
-        still in flight count when they arrive."""
+        """Record that this sequence no longer has a slot on the worker. Tokens that are still in flight are used when
+        they arrive."""
         self.slot = -1
 
     def join_decoding(self, steps: StepCount) -> None:
-        """Begin to count one computed position and one sampled token for every plan, starting with the next plan.
-        Decoding rows are then not visited in each plan."""
+        """Count one computed position and one sampled token for each step plan from now on. Plans then need no entry
+        for this sequence."""
         self.last_step = steps.num_steps + self.sequence.max_num_tokens - self._num_expected
         self.allocation.join_decoding(steps)
 
     def set_due_step(self, block_step: int) -> int:
-        """Set and return the step in which the scheduler must next examine this decoding sequence.
+        """Set and return the number of the next step in which the scheduler must examine this decoding sequence.
 
-        `block_step` is the step in which the sequence needs its next KV cache block. The result is lower if the last
-        token is sampled in an earlier step.
+        This is `block_step`, in which the sequence needs its next KV cache block, or the step that samples its last
+        token if that step comes first.
         """
         self.due_step = min(block_step, self.last_step)
         return self.due_step
 
     def leave_decoding(self, steps: StepCount) -> None:
-        """Stop counting one token of this running sequence for every plan. Each later plan counts its tokens by a call
-        of `plan`."""
+        """Stop counting one token for each step plan. From now on, `plan` must be called for each plan that computes
+        this sequence."""
         self.planned_step, self._num_expected, self.due_step = steps.num_steps, self.num_expected_tokens, 0
         self.allocation.leave_decoding()
 
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """The state of a request's running beam search.
+    """The state of a request's beam search: its current beams, and the changes of beams that the worker has not
+    received yet.
 
-    The request's sequences stand for rows on the worker, and beams move between these rows.
+    Each sequence of the request corresponds to one row (the worker's state of a running sequence). Beams may move
+    between these sequences after each step.
     """
 
     search: BeamSearch
@@ -485,27 +487,27 @@ class BeamGroup:
     def report(self, beam: Sequence, candidates: list[tuple[int, float]]) -> bool:
         """Store the candidates for the next token of one beam, as (token id, log-probability) pairs.
 
-        Return whether all beams now have candidates, so that `select` can be called.
+        Return True if all beams now have candidates. The caller can then call `select`.
         """
         self.candidates[beam] = candidates
         return len(self.candidates) == len(self.beams)
 
     def select(self) -> BeamStep:
-        """Choose the beams of the next step from the candidates of all current beams. Return the chosen beams, and
-        whether the search has ended."""
+        """Choose the beams of the next step from the candidates of all current beams. The result also says whether the
+        search has ended."""
         states = [BeamState(beam.cumulative_logprob, beam.token_ids[beam.num_prompt_tokens :]) for beam in self.beams]
         step = self.search.advance(states, [self.candidates[beam] for beam in self.beams])
         self.candidates.clear()
         return step
 
     def forget_step(self) -> None:
-        """Discard the candidates that arrived since the last selection of beams, and the row changes that have not been
-        sent to the worker."""
+        """Discard the candidates of the current step, and the changes of beams that the worker has not received yet."""
         self.candidates.clear()
         self.forget_changes()
 
     def forget_changes(self) -> None:
-        """Discard the changes of rows (forks, appended tokens, new slots) from the last selection of beams."""
+        """Discard the changes of beams (forks and appended tokens) from the last selection, for example after a plan
+        has included them."""
         self.forks.clear()
         self.appended.clear()
         self.new_slots.clear()

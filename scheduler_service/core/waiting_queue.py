@@ -36,13 +36,13 @@ class WaitingQueue:
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        """Return the number of waiting requests. Held requests, which wait for something else such as their grammar,
-        are included."""
+        """Return the number of waiting requests. Held requests, which must wait for something else first (such as their
+        grammar), are included."""
         return len(self.held) + sum(map(len, self._groups.values()))
 
     def add(self, group: SequenceGroup) -> None:
-        """Add a request to the queue, for the first time or after a preemption. Its `waiting_order` determines its
-        position."""
+        """Add a request to the queue, when it is new or after a preemption. Its `waiting_order` must be set, and
+        determines its position."""
         group.num_waiting_sequences = 1 if group.request.beam else group.num_unfinished
         self._place(group)
         self._count(group, 1)
@@ -56,19 +56,20 @@ class WaitingQueue:
         self._count(group, -1)
 
     def hold(self, group: SequenceGroup) -> None:
-        """Take a request out of the order, because it must wait for something else, such as its grammar. The request
-        stays in the queue. Raises KeyError if the request has no position."""
+        """Mark a request in the queue as held: it must wait for something else first, such as its grammar, and `next`
+        does not return it. Raises KeyError if the request is not in the queue or is held already."""
         self._displace(group)
         self.held[group] = None
 
     def release(self, group: SequenceGroup) -> None:
-        """Put a held request back into the order of the waiting queue, for example because its grammar is ready now.
-        Raises KeyError if the request is not held."""
+        """Give a held request its position in the queue again, for example because its grammar is ready now. Raises
+        KeyError if the request is not held."""
         del self.held[group]
         self._place(group)
 
     def reorder(self, group: SequenceGroup, order: tuple[Any, ...]) -> None:
-        """Give a request in the queue a new `waiting_order`, and move the request to its new position."""
+        """Change the `waiting_order` of a request in the queue, and move the request to the position for its new
+        order."""
         if order == group.waiting_order:
             return
         if group in self.held:
@@ -104,34 +105,32 @@ class WaitingQueue:
         return index
 
     def next(self) -> SequenceGroup | None:
-        """Return the waiting request that is first in the order, or None if all requests are held or the queue is
-        empty.
+        """Return the first waiting request in the queue, or None if the queue is empty or all its requests are held
+        (waiting for something else, such as their grammar).
 
         The time is O(tenants) if the policy ranks tenants, else O(1).
         """
         return min((groups[0] for groups in self._groups.values()), key=self._ranked_order, default=None)
 
     def first(self, number: int) -> list[SequenceGroup]:
-        """Return the first waiting requests in order, up to `number` for each tenant. Held requests are left out.
+        """Return the first waiting requests of the queue in order, up to `number` for each tenant. Held requests (which
+        wait for something else, such as their grammar) are left out.
 
-        If the policy does not rank tenants, the result has up to `number` requests in all.
+        If the policy does not rank tenants, the limit `number` is for all tenants together.
         """
         return sorted((each for groups in self._groups.values() for each in groups[:number]), key=self._ranked_order)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        """Iterate over the waiting requests in the order in which they would run if no tenant's rank changed. Held
-        requests are left out."""
+        """Iterate over the waiting requests, sorted by the present rank of the tenant and then by `waiting_order`. Held
+        requests (which wait for something else, such as their grammar) are left out."""
         return iter(sorted((group for groups in self._groups.values() for group in groups), key=self._ranked_order))
 
     def _ranked_order(self, group: SequenceGroup) -> tuple[float, tuple[Any, ...]]:
         return self._policy.rank(group.request.tenant), group.waiting_order
 
     def position(self, group: SequenceGroup) -> int:
-        """Return the position in the queue, from 1, of a waiting request. The request must not be held (waiting for
-        something else, such as its grammar).
-
-        The positions follow the order in which requests would run if no tenant's rank changed.
-        """
+        """Return the position of a waiting request in the queue, counted from 1, with the tenants' present ranks. The
+        request must not be held (waiting for something else, such as its grammar)."""
         rank = self._policy.rank(group.request.tenant)
         num_before = 0
         for tenant, groups in self._groups.items():
@@ -155,8 +154,8 @@ class WaitingQueue:
 
 
 def num_uncached_tokens(group: SequenceGroup) -> int:
-    """Return the number of prompt tokens that a waiting request would compute if it started now, according to its
-    cursor in the prefix index. Without a cursor, this is the length of the prompt."""
+    """Return how many prompt tokens a waiting request would have to compute if it started now. Without a cursor in the
+    prefix index, the whole prompt is counted."""
     cursor = group.cursor
     return len(group.request.prompt_token_ids) - (0 if cursor is None else cursor.num_blocks * cursor.block_size)
 
@@ -179,7 +178,8 @@ class WaitingOrder:
         self._fresh: OrderedDict[SequenceGroup, None] = OrderedDict()
 
     def join(self, cache: CacheManager, groups: list[SequenceGroup], now: float) -> None:
-        """Reorder the waiting requests for a newly connected worker, whose prefix cache is `cache`."""
+        """Set the order of all waiting requests again for a newly connected worker. `cache` is the KV cache of the
+        worker."""
         if not self._policy.moves_keys:
             return
         self._retention = Retention(cache, self._new_expectation())
@@ -188,7 +188,8 @@ class WaitingOrder:
             self._waiting.reorder(group, self.order(group))
 
     def lose(self, groups: Iterable[SequenceGroup]) -> None:
-        """Drop the cursors and sessions of the waiting requests, because they belong to the cache of a lost worker."""
+        """Remove the cursors and sessions of the waiting requests, because the worker was lost and they refer to its
+        cache."""
         for group in groups:
             group.cursor = None
             if self._retention is not None:
@@ -197,7 +198,8 @@ class WaitingOrder:
         self._followed.clear()
 
     def add(self, group: SequenceGroup, now: float) -> None:
-        """Determine the order of a new request that is about to wait for the first time."""
+        """Set the `waiting_order` of a new request before it is added to the queue, and start to track its cached
+        prefix if the policy needs that."""
         if self._policy.moves_keys:
             self._fresh[group] = None
             if self._retention is not None:
@@ -205,14 +207,14 @@ class WaitingOrder:
         group.waiting_order = self.order(group)
 
     def enter(self, group: SequenceGroup) -> None:
-        """Determine the order of a request that ran and is about to wait again."""
+        """Set the `waiting_order` of a request that has run before and is about to be added to the queue again."""
         if self._policy.moves_keys:
             group.waiting_order = self.order(group)
             if self._retention is not None:
                 self._retention.waits(group)
 
     def leave(self, group: SequenceGroup) -> None:
-        """Stop tracking a request that no longer waits, and remove its cursor from the prefix index."""
+        """Stop tracking the cached prefix of a request, because it has left the queue of waiting requests."""
         self._fresh.pop(group, None)
         if self._retention is not None:
             if group.cursor is not None:
@@ -222,16 +224,17 @@ class WaitingOrder:
             self._retention.runs(group)
 
     def end(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
-        """Record that a request has ended, so that the idle KV cache blocks of its session get a new priority.
+        """Record that a request has ended, so that the idle KV cache blocks of its session (conversation) get a new
+        eviction priority.
 
-        The request had computed `num_tokens` tokens, or 0 if it never ran.
+        `num_tokens` is the number of tokens that were computed for the request, or 0 if it never ran.
         """
         if self._retention is not None:
             self._retention.ended(group, num_tokens, now)
 
     def update(self, now: float) -> None:
-        """Reorder the waiting requests whose cached prefix has changed, and the requests that have waited longer than
-        the policy's longest wait."""
+        """Move the waiting requests whose order has changed to their new positions: requests with a new length of the
+        cached prefix, and requests that have waited longer than the policy's longest wait."""
         if self._retention is not None:
             self._retention.update(now)
             for cursor in self._retention.cache.index.cursors.take_moved():
@@ -247,13 +250,13 @@ class WaitingOrder:
             self._waiting.reorder(group, self.order(group))
 
     def awaits_load(self, group: SequenceGroup) -> bool:
-        """Return whether the last cached block of a waiting request's prompt is on the host only, so that it must be
-        loaded onto the device."""
+        """Return whether a waiting request has a cached prefix whose last block is only on the host. This block must be
+        loaded onto the device before it can be used."""
         return group.cursor is not None and group.cursor.num_blocks > 0 and not group.cursor.node.blocks
 
     def order(self, group: SequenceGroup) -> tuple[object, ...]:
-        """Return the sort key that the policy gives to a waiting request now. The request with the lowest key is
-        next."""
+        """Return the present sort key of a waiting request under the scheduling policy. The request with the lowest key
+        is scheduled next."""
         if not self._policy.moves_keys:
             return self._policy.key(group.request, group.arrival, _UNKNOWN)
         block_size = _BLOCK_SIZE if self._retention is None else self._retention.cache.block_size
@@ -263,8 +266,8 @@ class WaitingOrder:
         return self._policy.key(group.request, group.arrival, standing)
 
     def _arrive(self, group: SequenceGroup, retention: Retention, now: float) -> None:
-        """Register a waiting request with a worker's prefix cache: create a cursor for its prompt, and assign the
-        request to a session."""
+        """Start to track a waiting request in a worker's cache: create a cursor, which follows the cached prefix of its
+        prompt, and assign the request to a session (conversation)."""
         sequence, cache = group.sequences[0], retention.cache
         if not group.has_precedence and cache.enable_prefix_caching and sequence.may_match:
             max_blocks = (sequence.num_tokens - 1) // cache.block_size

@@ -15,11 +15,11 @@ _NO_CAPACITY = WorkerCapacity("", b"", 0, 0, 1, 0, 0, 0, 0, "", "", "")
 
 
 class WorkerState:
-    """The scheduler's view of one worker, from its connection until its loss: KV cache blocks, rows, grammars and plans
-    in flight.
+    """The scheduler's record of one connected worker: its KV cache blocks, running sequences, grammars and plans in
+    flight.
 
-    While no worker is connected, a state of epoch 0 without blocks and rows takes its place. So only `scheduler.py`
-    needs to check whether a worker is connected.
+    If no worker is connected, an empty record with epoch 0 is used. So only `scheduler.py` needs to check whether a
+    worker is connected.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class WorkerState:
 
     @classmethod
     def without_worker(cls) -> "WorkerState":
-        """Return a worker state without rows and KV cache blocks, for the time in which no worker is connected."""
+        """Return an empty record, which is used while no worker is connected. It has no slots and no KV cache
+        blocks."""
         cache = CacheManager(_NO_CAPACITY, num_step_tokens=0, enable_prefix_caching=False, watermark=0.0)
         return cls(0, _NO_CAPACITY, cache, 0, CostModel(PreemptionMode.RECOMPUTE, 0, 0.0))
 
@@ -56,15 +57,15 @@ class WorkerState:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the worker has no plan and no block transfer in progress. The worker's state then does not
-        change until a plan is sent."""
+        """Return whether the worker has finished all plans and block transfers that it has received. Its state then
+        does not change until the scheduler sends another plan."""
         return not self.unacknowledged and not len(self.cache.moves)
 
     # Rows
 
     def open_row(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Add a row (the worker's state of one running sequence) for `sequence` to the plan, and plan as many of its
-        tokens as the budget allows.
+        """Start a sequence in the plan that `builder` builds: create its row (the worker's state of the sequence), and
+        plan as many of its tokens as the step's token budget allows.
 
         The sequence must already have the KV cache blocks for its present tokens.
         """
@@ -96,8 +97,8 @@ class WorkerState:
         )
 
     def forget(self, group: SequenceGroup) -> None:
-        """Release everything that a request has on the worker: its rows, and its KV cache blocks on the device and on
-        the host."""
+        """Free everything that a request uses on the worker: the slots of its sequences, and its KV cache blocks on the
+        device and on the host."""
         self.rows.vacate_group(group)
         for sequence in group.sequences:
             self.cache.release(sequence.allocation)
@@ -105,11 +106,11 @@ class WorkerState:
     # Beams
 
     def branch(self, group: SequenceGroup, beam_group: BeamGroup, children: list[Child]) -> None:
-        """Assign the beams that a beam search has selected to the request's rows on the worker, and share the KV cache
-        blocks of their parents.
+        """Assign the beams that a beam search has chosen for the next step (`children`) to the sequences of the
+        request. Each beam shares the KV cache blocks of its parent beam.
 
-        The first child of a beam stays in the row of that beam. Further children of the beam move to rows that have no
-        child.
+        The first child of a parent stays in the parent's sequence, and so on the same slot of the worker. Its other
+        children get sequences whose beam has no child.
         """
         parents, rows = beam_group.beams, {row.sequence: row for row in group.open_rows}
         used = {parents[child.parent] for child in children}
@@ -139,16 +140,16 @@ class WorkerState:
     # Blocks
 
     def find(self, sequence: Sequence) -> Match:
-        """Return the prefix cache hit of a sequence. It is empty if nothing is cached, or if the sequence must not use
-        cached content."""
+        """Return the prefix cache hit of a sequence. The hit is empty if nothing is cached, or if the sequence must not
+        start from cached content."""
         is_sought = self.cache.enable_prefix_caching and sequence.may_match
         return self.cache.match(sequence.allocation, sequence.group.cursor) if is_sought else Match()
 
     def match(self, sequence: Sequence) -> Match | None:
-        """Return the prefix cache hit with which the sequence should start.
+        """Return the prefix cache hit from which a sequence should start now, or None if it should wait.
 
-        Return None if another request is loading the same content from the host. The sequence should wait for that
-        load. Content on the host is left out if the recomputation costs less time than the load.
+        The sequence should wait if another request is already loading the same content from the host. Content on the
+        host is left out if computing it again takes less time than loading it.
         """
         match = self.find(sequence)
         if match.is_loading:
@@ -158,10 +159,10 @@ class WorkerState:
         return match.without_host()
 
     def num_forked_tokens(self, sequence: Sequence, relative: Row) -> int:
-        """Return the number of prompt positions that a new sample can copy from `relative`, a row of the same request
-        whose prompt is computed.
+        """Return how many prompt positions a new sample can reuse from another sample of the same request. `relative`
+        is the row of that sample, and its prompt is computed.
 
-        Positions that the other row may write again are left out. The result is 0 if the sliding window has passed
+        Positions that the other sample may write again are left out. The result is 0 if the sliding window has passed
         blocks that the new sample would read.
         """
         num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1, relative.next_position)
@@ -170,8 +171,8 @@ class WorkerState:
         )
 
     def free_unread(self, group: SequenceGroup) -> bool:
-        """Free the KV cache blocks of a request that no row reads any more, because the sliding window has passed them.
-        Return whether any block was freed."""
+        """Free the KV cache blocks of a running request that it no longer reads, because its sliding windows have
+        passed them. Return True if any block became free."""
         num_free = self.cache.pool.num_free
         if self.cache.window:
             for row in group.open_rows:
@@ -181,8 +182,8 @@ class WorkerState:
     # Plans
 
     def dispatch(self, builder: PlanBuilder) -> StepPlan | None:
-        """Finish the plan that `builder` has built, record it as in flight, and return it. Return None if the plan has
-        no work for the worker."""
+        """Complete the plan that `builder` has built, record that it is in flight, and return it. Return None if the
+        worker has nothing to do in this plan."""
         if builder.is_empty:
             return None
         self.steps.num_steps += 1

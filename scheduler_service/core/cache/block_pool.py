@@ -21,20 +21,21 @@ Ring = Callable[[int], Iterator[int]]
 
 
 def equal_priority(free_list: int) -> RetentionPriority:
-    """Return the same eviction priority for every free list of KV cache blocks. This is the default of
-    `EvictionOrder`."""
+    """Return an empty eviction priority, which is the same for every free list of KV cache blocks. `EvictionOrder` uses
+    this function if no other is given."""
     return ()
 
 
 def no_owner(free_list: int) -> str:
-    """Return an empty owner name for every free list of KV cache blocks. This is the default of `EvictionOrder`."""
+    """Return an empty owner name for every free list of KV cache blocks. `EvictionOrder` uses this function if no other
+    is given."""
     return ""
 
 
 @dataclass(slots=True, eq=False)
 class _Owner:
-    """The nonempty free lists of one owner (a tenant) in a pool of KV cache blocks, and the number of blocks in these
-    lists."""
+    """The record of one owner (a tenant) in a pool of KV cache blocks: the tenant's nonempty free lists, and the total
+    number of blocks in them."""
 
     name: str
     free_lists: list[tuple[RetentionPriority, int]] = field(default_factory=list)  # sorted
@@ -58,10 +59,11 @@ class EvictionOrder:
         priority_of: Callable[[int], RetentionPriority] = equal_priority,
         owner_of: Callable[[int], str] = no_owner,
     ) -> None:
-        """Create an eviction order for free lists that are all empty.
+        """Create an eviction order. All free lists are empty at first.
 
-        `priority_of` returns the current priority of a free list. Code that changes this priority must call `changed`.
-        `owner_of` returns the owner of a free list. The owner must not change while the list contains blocks.
+        `priority_of` returns the current priority of a free list. If this priority may have changed, the caller must
+        call `changed`. `owner_of` returns the owner of a free list. The owner must not change while the list contains
+        blocks.
         """
         self.priority_of = priority_of
         self.owner_of = owner_of
@@ -74,15 +76,15 @@ class EvictionOrder:
         self._most_blocks = 0  # the largest number of blocks of one owner
 
     def changed(self, free_list: int) -> None:
-        """Move a free list to its new place in the eviction order after its priority may have changed. Does nothing if
-        the list is empty."""
+        """Compute the priority of a free list again, and move the list to its new place in the eviction order. Does
+        nothing if the list is empty."""
         before = self._priorities.get(free_list)
         if before is not None and (priority := self.priority_of(free_list)) != before:
             self._remove(free_list, before)
             self._insert(free_list, priority)
 
     def added(self, free_list: int) -> None:
-        """Record that a KV cache block was added to a free list, so that the eviction order includes the block."""
+        """Record that the block pool has added a KV cache block to a free list."""
         owner = self._owner.get(free_list)
         if owner is None:
             name = self.owner_of(free_list)
@@ -91,7 +93,8 @@ class EvictionOrder:
         self._count(owner, owner.num_blocks + 1)
 
     def taken(self, free_list: int, *, is_last: bool) -> None:
-        """Record that a KV cache block was removed from a free list. `is_last` is true if the list is empty now."""
+        """Record that the block pool has removed a KV cache block from a free list. `is_last` is true if the list is
+        empty now."""
         owner = self._owner[free_list]
         self._count(owner, owner.num_blocks - 1)
         if is_last:
@@ -109,25 +112,25 @@ class EvictionOrder:
         return next(iter(self._levels[self._most_blocks])).free_lists[0][1]
 
     def may_evict(self, free_list: int, other: int) -> bool:
-        """Return whether a KV cache block in `free_list` may be evicted so that a block of the free list `other` can
-        take its place.
+        """Return whether a KV cache block of `free_list` may be evicted to make room for a block of the free list
+        `other`.
 
-        The priority of `free_list` must be lower than the priority of `other`. If the two lists have different owners,
-        the priority of `free_list` must also be below `horizon`, under which lists are evicted regardless of their
-        owner.
+        The priority of `free_list` must be lower than the priority of `other`. If the two lists belong to different
+        tenants, the priority of `free_list` must also be below `horizon`, because blocks below the horizon have no
+        protection from other tenants.
         """
         priority = self.priority_of(free_list)
         is_exposed = priority < self.horizon or self.owner_of(free_list) == self.owner_of(other)
         return is_exposed and priority < self.priority_of(other)
 
     def best(self, max_lists: int) -> list[int]:
-        """Return up to `max_lists` nonempty free lists with the highest eviction priorities, best first. The blocks of
-        these lists are worth keeping most."""
+        """Return up to `max_lists` nonempty free lists with the highest eviction priorities, highest first. The blocks
+        of these lists should be evicted last."""
         return [free_list for _, free_list in self._filled[: -max_lists - 1 : -1]]
 
     def blocks(self, ring: Ring) -> Iterator[tuple[int, int]]:
-        """Iterate over the KV cache blocks of all free lists in eviction order, as (free list, block). `ring` iterates
-        over the blocks of one free list."""
+        """Iterate over the KV cache blocks of all free lists in eviction order, as (free list, block). `ring` is a
+        function that iterates over the blocks of one free list."""
         num_exposed = bisect_left(self._filled, (self.horizon,))
         num_taken: dict[_Owner, int] = {}
         for _, free_list in islice(self._filled, num_exposed):
@@ -147,8 +150,8 @@ class EvictionOrder:
                 yield next(blocks)
 
     def _remaining(self, owner: _Owner, ring: Ring) -> Iterator[tuple[int, int]]:
-        """Iterate over an owner's KV cache blocks in the free lists whose priority is at or above `horizon`, as (free
-        list, block). Lists below `horizon` are evicted regardless of their owner."""
+        """Iterate over a tenant's idle KV cache blocks whose free lists have a priority of at least `horizon`, as (free
+        list, block). Lists with a priority below `horizon` are evicted earlier, regardless of the tenant."""
         for _, free_list in islice(owner.free_lists, bisect_left(owner.free_lists, (self.horizon,)), None):
             for block in ring(free_list):
                 yield free_list, block
@@ -163,8 +166,8 @@ class EvictionOrder:
             del free_lists[bisect_left(free_lists, (priority, free_list))]
 
     def _count(self, owner: _Owner, num_blocks: int) -> None:
-        """Change an owner's number of idle blocks by one, and file the owner under the new number, so that the owner
-        with the most blocks is found quickly."""
+        """Set a tenant's number of idle blocks, which changes by one. Also update the index of tenants by number of
+        blocks, with which the tenant with the most blocks is found quickly."""
         level = self._levels.get(owner.num_blocks)
         if level is not None:  # the owner has blocks
             del level[owner]
@@ -179,8 +182,8 @@ class EvictionOrder:
 
 
 class BlockPool:
-    """The KV cache blocks of the device or of the host: the reference count of each block, and the order in which free
-    blocks are allocated."""
+    """The KV cache blocks of one tier of memory (device or host). The pool counts the references to each block, and
+    keeps the free blocks in the order in which they are allocated."""
 
     def __init__(self, num_blocks: int, order: EvictionOrder | None = None) -> None:
         self.num_blocks = num_blocks
@@ -201,10 +204,8 @@ class BlockPool:
         return self._ref_counts[block]
 
     def allocate(self) -> int:
-        """Allocate the next free block, and return its number.
-
-        If the content of the block was cached, the content is lost. Raises RuntimeError if no block is free.
-        """
+        """Allocate the next free block, and return its number. If the content of the block was cached, the block is
+        evicted from the cache. Raises RuntimeError if no block is free."""
         block = self._next[0] or self.next_of(self.order.first()) if self.num_free else 0
         if block == 0:
             raise RuntimeError("the block pool is empty: allocation was not checked against num_free")
@@ -214,8 +215,8 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Add a reference to a KV cache block, for example after a prefix cache hit. If the block was idle, it is
-        removed from its free list."""
+        """Add a reference to a KV cache block, for example after a prefix cache hit. If the block had no reference, it
+        stops being free."""
         if self._ref_counts[block] == 0:
             self._unlink(block)
         self._ref_counts[block] += 1
@@ -245,42 +246,40 @@ class BlockPool:
             self.order.added(free_list)
 
     def spare(self, block: int) -> None:
-        """Mark an idle block as backed-up, because its content is now cached elsewhere too. Backed-up blocks are
-        evicted before all other idle cached blocks."""
+        """Mark a free block with cached content as backed-up, because its content now has a second copy elsewhere.
+        Backed-up blocks are evicted before all other cached blocks."""
         self._unlink(block)
         self._link_spare(block)
 
     def uncache(self, block: int) -> None:
-        """Mark the content of a block as no longer cached. If the block is idle, it moves to the head of the first free
-        list."""
+        """Mark the content of a block as no longer cached. If the block has no reference, it is the next block to be
+        allocated."""
         if self._ref_counts[block] == 0:
             self._unlink(block)
             self._link(block, before=self._next[0], cached=False)
 
     def free_list_of(self, block: int) -> int:
-        """Return the number of the free list that contains the block, or that contained it last with its present
-        content; 0 if no such list is known.
+        """Return the number of the free list that contains the block. If no list contains it now, return the last list
+        that contained it with its present content, or 0 if there is none.
 
-        The first free list, for blocks whose content is not cached or is cached elsewhere too, does not count.
+        The first free list does not count here. It contains the blocks whose content is not cached or has another copy.
         """
         return self._free_list_of[block]
 
     def has_blocks(self, free_list: int) -> bool:
-        """Return whether a free list of idle cached blocks contains any block."""
+        """Return whether the free list `free_list` contains any block."""
         sentinel = self._sentinel(free_list)
         return self._next[sentinel] != sentinel
 
     def next_without_loss(self) -> int:
-        """Return the next free block that can be allocated without a loss of cached content, or 0 if there is no such
-        block.
+        """Return the next block that can be allocated without losing cached content, or 0 if there is no such block.
 
-        The content of this block is not cached, or it is cached elsewhere too.
+        The block has no cached content, or its content has another copy.
         """
         return self._next[0]
 
     def next_of(self, free_list: int) -> int:
-        """Return the KV cache block that would be evicted next from the free list `free_list`, or 0 if the list is
-        empty."""
+        """Return the KV cache block that is evicted first from `free_list`, or 0 if the list is empty."""
         block = self._next[self._sentinel(free_list)]
         return block if block <= self.num_blocks else 0
 
@@ -291,8 +290,8 @@ class BlockPool:
             yield block
 
     def idle_blocks(self) -> Iterator[tuple[int, int]]:
-        """Iterate over the idle cached blocks in eviction order, as (free list, block). Backed-up blocks (blocks whose
-        content is cached elsewhere too) are left out."""
+        """Iterate over the free blocks with cached content in eviction order, as (free list, block). Blocks whose
+        content has another copy are left out."""
         return self.order.blocks(lambda free_list: self._ring(self._sentinel(free_list)))
 
     def _ring(self, sentinel: int) -> Iterator[int]:
@@ -302,8 +301,8 @@ class BlockPool:
             block = self._next[block]
 
     def _sentinel(self, free_list: int) -> int:
-        """Return the index of the sentinel entry of a free list in the linked-list arrays. The list is created if it
-        does not exist."""
+        """Return the index of a free list's sentinel, the entry at which its linked list of blocks begins and ends.
+        Create the list if it does not exist."""
         sentinel = self.num_blocks + 1 + free_list
         if sentinel >= len(self._next):
             entries = range(len(self._next), sentinel + 1)

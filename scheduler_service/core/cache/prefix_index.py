@@ -21,20 +21,19 @@ from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, K
 
 
 class Root(NamedTuple):
-    """The part of a cached content's identity that is not its tokens: the tenant, the cache salt and the model.
-
-    Equal tokens under different roots are different contents of the KV cache.
-    """
+    """The part of a cached KV block's identity that is not its tokens: the tenant, the cache salt and the model. A
+    request can only use cached blocks with the same root."""
 
     digest: bytes
     block_hash: int  # the public hash of the empty prefix: the hashes of first blocks are chained to it
 
 
 def content_root(tenant: str, cache_salt: str, model_digest: bytes) -> Root:
-    """Return the root of the prefix index tree for a tenant, a cache salt and a model.
+    """Return the root of the prefix index tree for a tenant, a cache salt and a model. Blocks under different roots are
+    never mixed up.
 
-    The root identifies everything that makes the K and V of equal tokens differ, and the tenant that owns the content.
-    It does not include how the worker computes, because a prefix index never outlives its worker.
+    The root contains everything that can make the K and V of equal tokens differ, and the tenant that owns the blocks.
+    It need not describe how the worker computes, because a prefix index never outlives its worker.
     """
     named = repr((tenant, cache_salt, model_digest)).encode()
     return Root(sha256(named).digest(), xxhash.xxh3_64_intdigest(named))
@@ -47,10 +46,10 @@ def _token_bytes(token_ids: Sequence[int], block_index: int, block_size: int) ->
 
 @dataclass(slots=True, eq=False, repr=False)
 class Cursor:
-    """The position of a waiting prompt in the prefix index: the end of the cached blocks with which the prompt starts.
+    """A waiting prompt's position in the prefix index: the node of the last block of its cached prefix.
 
-    The prefix index moves the cursor when blocks are published or forgotten. So the scheduler always knows the number
-    of uncached blocks, without matching the prompt again.
+    The prefix index moves the cursor when blocks are added to the cache or lost from it. So the scheduler always knows
+    how many blocks of the prompt are not cached, without searching the index again.
     """
 
     node: Node  # of the last cached block; the root if none is cached
@@ -66,8 +65,8 @@ class Cursor:
 
     @property
     def next_bytes(self) -> bytes:
-        """Return the token ids, as bytes, of the prompt's first block that is not cached. Return empty bytes if all
-        full blocks are cached."""
+        """Return the token ids, as bytes, of the prompt's first full block that is not cached. Return empty bytes if
+        all full blocks are cached."""
         is_whole = self.num_blocks == self.max_blocks
         return b"" if is_whole else _token_bytes(self.token_ids, self.num_blocks, self.block_size)
 
@@ -82,10 +81,10 @@ class Cursor:
         return nodes
 
     def advance(self) -> None:
-        """Move the cursor forward in the prefix index, from its node to the last cached block of its prompt, and attach
-        it to the node of that block.
+        """Move the cursor forward in the prefix index to the node of the last cached block of its prompt, and register
+        the cursor at that node.
 
-        The cursor must not be attached to a node when this method is called.
+        The cursor must not be registered at a node when this method is called.
         """
         node, next_bytes = self.node, self.next_bytes
         while next_bytes:
@@ -102,7 +101,8 @@ class Cursor:
         node.cursors.setdefault(next_bytes, {})[self] = None
 
     def detach(self) -> None:
-        """Detach the cursor (the position of a waiting prompt in the prefix index) from its node."""
+        """Remove the cursor (a waiting prompt's position in the prefix index) from the node at which it is
+        registered."""
         standing = self.node.cursors
         assert standing is not None
         next_bytes = self.next_bytes
@@ -113,10 +113,8 @@ class Cursor:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """A node of the prefix index: the content of one full KV cache block after a given prefix.
-
-    The node lists the device blocks and the host block that contain copies of this content.
-    """
+    """A node of the prefix index. It represents the content of one full KV cache block that follows a given prefix, and
+    lists the blocks on the device and on the host that contain a copy of this content."""
 
     root: Root
     parent: Node | None
@@ -136,8 +134,8 @@ class Node:
         return bool(self.blocks or self.host_block)
 
     def stored(self, tier: Tier) -> BlockStored:
-        """Return the cache event for subscribers that says that this content can now be matched in a tier (device or
-        host)."""
+        """Return a cache event for subscribers, which says that prompts can now match this content in the given tier
+        (device or host)."""
         assert self.parent is not None
         return BlockStored(
             self.block_hash,
@@ -150,9 +148,9 @@ class Node:
 
 
 class Cursors:
-    """The cursors of a prefix index. A cursor is the position of a waiting prompt: the end of its cached blocks.
+    """The cursors of a prefix index. Each cursor marks the end of the cached prefix of one waiting prompt.
 
-    Cursors move when the content of a node gets its first copy or loses its last copy.
+    The cursors move when a block's content gets its first cached copy or loses its last copy.
     """
 
     def __init__(self) -> None:
@@ -160,13 +158,13 @@ class Cursors:
         self._moved: dict[Cursor, None] = {}
 
     def add(self, cursor: Cursor) -> None:
-        """Add a new cursor, which starts at the root of its prompt's tree, and move it to the prompt's last cached
-        block."""
+        """Add a new cursor for a waiting prompt. The cursor starts at the root of its tree, and this method moves it to
+        the last cached block of the prompt."""
         self.number += 1
         cursor.advance()
 
     def remove(self, cursor: Cursor) -> None:
-        """Stop tracking the cursor of a prompt that no longer waits, and detach the cursor from its node."""
+        """Remove a cursor from the prefix index, for example when its prompt starts to run."""
         self.number -= 1
         self._moved.pop(cursor, None)
         cursor.detach()
@@ -174,14 +172,14 @@ class Cursors:
             node.num_cursors -= 1
 
     def take_moved(self) -> list[Cursor]:
-        """Return the cursors (positions of waiting prompts in the prefix index) that may have moved since the last
-        call."""
+        """Return the cursors that may have moved since the last call. A cursor is a waiting prompt's position in the
+        prefix index."""
         moved, self._moved = self._moved, {}
         return list(moved)
 
     def advance_waiting(self, node: Node) -> None:
-        """Advance the cursors of the waiting prompts that continue with the content of `node`. This content has just
-        been cached."""
+        """Advance the cursors of the waiting prompts whose next block is the content of `node`. Call this when the
+        content has just been cached."""
         waiting = node.parent.cursors if node.parent is not None else None
         for cursor in list((waiting or {}).get(node.token_bytes, ())):
             cursor.detach()
@@ -189,7 +187,7 @@ class Cursors:
             self._moved[cursor] = None
 
     def move_back(self, node: Node) -> None:
-        """Move the cursors on `node` and its descendants back to the node's parent, because the content of `node` is no
+        """Move the cursors at `node` or below it back to the parent of `node`, because the content of `node` is no
         longer cached."""
         assert node.parent is not None
         nodes = [node]
@@ -207,10 +205,10 @@ class Cursors:
 
 
 class PrefixIndex:
-    """The prefix cache index of one worker: finds the KV cache blocks on the device and on the host that contain a
-    given prefix.
+    """The prefix cache index of one worker. It finds the KV cache blocks, on the device and on the host, that contain
+    the first tokens of a prompt.
 
-    The index is a set of trees. Each tree has one root, and each other node is the content of one full block.
+    The index is a set of trees. Each node except the roots is the content of one full block.
     """
 
     def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int = 0) -> None:
@@ -224,9 +222,10 @@ class PrefixIndex:
         self.cursors = Cursors()
 
     def match(self, root: Root, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
-        """Return the longest chain of cached index nodes that is a prefix of `token_ids`.
+        """Find the longest cached prefix of `token_ids`, and return its index nodes, one per full block.
 
-        Each node may be cached on the device, on the host, or in both places. The chain has at most `max_blocks` nodes.
+        The content of each node is cached on the device, on the host, or on both. The result has at most `max_blocks`
+        nodes.
         """
         node = self.roots.get(root)
         chain: list[Node] = []
@@ -240,36 +239,37 @@ class PrefixIndex:
     # Cursors
 
     def follow(self, root: Root, token_ids: Sequence[int], max_blocks: int) -> Cursor:
-        """Create a cursor for a waiting prompt, and return the cursor.
+        """Create a cursor for a waiting prompt, and return the cursor. From now on, the index keeps the cursor at the
+        end of the prompt's cached prefix.
 
-        The index keeps the cursor at the end of the longest chain of cached nodes that is a prefix of `token_ids`. The
-        nodes may be cached on the device or on the host. The chain has at most `max_blocks` nodes.
+        The prefix may be cached on the device or on the host. It has at most `max_blocks` full blocks of `token_ids`.
         """
         cursor = Cursor(self._root_node(root), token_ids, self._block_size, max_blocks)
         self.cursors.add(cursor)
         return cursor
 
     def unfollow(self, cursor: Cursor) -> None:
-        """Remove the cursor of a prompt that no longer waits."""
+        """Stop tracking the cached prefix of a prompt: remove its cursor, and delete index nodes that are no longer
+        needed. Call this when the prompt stops waiting."""
         self.cursors.remove(cursor)
         self._prune(cursor.node)
 
     # Copies
 
     def find(self, root: Root, token_ids: Sequence[int], block_index: int) -> Node | None:
-        """Return the index node for block `block_index` of `token_ids`, or None if the index has no such node. The node
-        may be without cached copies."""
+        """Return the index node for block number `block_index` of `token_ids`, or None if the index has no such node.
+        The content of the node is not necessarily cached."""
         node = self.roots.get(root)
         for i in range(block_index + 1):
             node = node.children.get(_token_bytes(token_ids, i, self._block_size)) if node else None
         return node
 
     def publish(self, root: Root, parent: Node | None, token_ids: Sequence[int], block_index: int, block: int) -> Node:
-        """Record that the device block `block` contains block `block_index` of `token_ids`, so that other sequences can
-        match it. Return the index node of this content.
+        """Record that the device block `block` contains block number `block_index` of `token_ids`, so that other
+        sequences can use it. Return the index node of this content.
 
-        `parent` is the node of the preceding block, or None for the first block. Raises RuntimeError if `block` is
-        published already.
+        `parent` is the node of the preceding block, or None for the first block. Raises RuntimeError if the index
+        already has content for `block`.
         """
         if parent is None:
             parent = self._root_node(root)
@@ -282,10 +282,8 @@ class PrefixIndex:
         return node
 
     def add_copy(self, node: Node, block: int) -> None:
-        """Record that device block `block` contains a copy of the content of a prefix index node.
-
-        Raises RuntimeError if the block is published already.
-        """
+        """Record that the device block `block` contains a copy of a node's content. Raises RuntimeError if the index
+        already has content for `block`."""
         if self.contents[block] is not None:
             raise RuntimeError(f"block {block} is published already")
         is_first = not node.blocks
@@ -298,10 +296,8 @@ class PrefixIndex:
                 self.cursors.advance_waiting(node)
 
     def add_host_copy(self, node: Node, host_block: int) -> None:
-        """Record that host block `host_block` contains a copy of the content of a prefix index node.
-
-        The node must have no host copy yet.
-        """
+        """Record that the host block `host_block` contains a copy of a node's content. The node must have no copy on
+        the host yet."""
         assert not node.host_block
         assert self.host_contents[host_block] is None
         node.host_block = host_block
@@ -312,8 +308,8 @@ class PrefixIndex:
             self.cursors.advance_waiting(node)
 
     def forget(self, block: int) -> None:
-        """Remove the record of a device block's content, for example because the block is reused. Does nothing if the
-        block is not published."""
+        """Remove a device block from the index, for example because the block is about to be overwritten. Does nothing
+        if the index has no content for this block."""
         node = self.contents[block]
         if node is None:
             return
@@ -324,8 +320,8 @@ class PrefixIndex:
             self._record_loss(node, Tier.DEVICE)
 
     def forget_host(self, host_block: int) -> None:
-        """Remove the record of a host block's content, for example because the block is reused. Does nothing if the
-        block contains no cached copy."""
+        """Remove a host block from the index, for example because the block is about to be overwritten. Does nothing if
+        the index has no content for this block."""
         node = self.host_contents[host_block]
         if node is None:
             return
@@ -335,9 +331,10 @@ class PrefixIndex:
         self._record_loss(node, Tier.HOST)
 
     def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
-        """Forget all cached copies of a node's content and of the contents of all its descendants.
+        """Remove all cached copies of a node's content from the index, and all copies of the blocks that continue this
+        content.
 
-        Return two lists: the device blocks and the host blocks that contained the copies.
+        Return the removed blocks as two lists: the device blocks and the host blocks.
         """
         nodes = _with_descendants([node])
         blocks = [block for visited in nodes for block in visited.blocks]
@@ -349,10 +346,10 @@ class PrefixIndex:
         return blocks, host_blocks
 
     def dissolve(self) -> None:
-        """Break the reference cycles of a prefix index that is no longer needed, because its worker is lost.
+        """Break the reference cycles of a prefix index whose worker is lost, so that Python frees its memory without a
+        run of the garbage collector.
 
-        Afterwards parents and children no longer refer to each other, and nodes and cursors do not either. Python then
-        frees all of them without a run of the garbage collector.
+        The cycles are between parent and child nodes, and between nodes and cursors.
         """
         for node in self.nodes():
             node.children.clear()
@@ -360,8 +357,8 @@ class PrefixIndex:
         self.roots.clear()
 
     def take_events(self) -> list[KvEvent]:
-        """Return the cache events since the last call, in order: which contents were stored in a tier or removed from
-        it."""
+        """Return the cache events since the last call, in order. Each event says that a tier (device or host) has got
+        the first copy of a block's content or lost the last copy."""
         changes, self._changes = self._changes, []
         return [
             node.stored(tier) if is_stored else BlockRemoved(node.block_hash, tier, node.root.digest)
@@ -378,8 +375,8 @@ class PrefixIndex:
         return _with_descendants(self.roots.values())
 
     def snapshot(self) -> list[BlockStored]:
-        """Return `BlockStored` events for all cached contents, so that a new subscriber knows the present state.
-        Parents come before their children."""
+        """Return a `BlockStored` event for all content that is cached now, so that a new subscriber learns the present
+        state. The event of a block comes after the event of its parent block."""
         return [
             node.stored(tier)
             for node in self.nodes()
@@ -394,16 +391,16 @@ class PrefixIndex:
         return node
 
     def _record_loss(self, node: Node, tier: Tier) -> None:
-        """Record that the last copy of a node's content in one tier (device or host) is gone. Move the cursors of
-        waiting prompts if the content is not cached any more."""
+        """Record that one tier (device or host) has lost its last copy of a node's content. If the other tier has no
+        copy either, move the cursors of the waiting prompts."""
         self._changes.append((node, tier, False))
         if node.num_cursors and not node.is_cached:
             self.cursors.move_back(node)
         self._prune(node)
 
     def _prune(self, node: Node) -> None:
-        """Delete an index node that has no cached copies, children or cursors. Then delete each ancestor for which the
-        same is true."""
+        """Delete an index node if it has no cached copies, no children and no cursors. Then check its parent in the
+        same way, and so on up to the root."""
         while not node.blocks and not node.host_block and not node.children and not node.cursors:
             if node.parent is None:
                 del self.roots[node.root]

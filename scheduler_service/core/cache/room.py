@@ -21,15 +21,16 @@ from scheduler_service.core.request import Request
 
 @dataclass(slots=True)
 class StepCount:
-    """The number of step plans sent in the current epoch. All decoding rows share this object, so one increment
-    advances all of them."""
+    """The number of step plans sent to the current worker. All decoding sequences share this counter, so that one
+    increment counts a token for each of them."""
 
     num_steps: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """The KV cache blocks allocated to one sequence on a worker, and the state of the token positions in these blocks.
+    """The KV cache blocks of one sequence on a worker, and the state of its token positions: which positions are
+    computed, and which blocks are in the prefix index.
 
     An allocation survives swaps between the device and the host. It ends when its blocks are released.
     """
@@ -60,8 +61,8 @@ class Allocation:
 
     @property
     def num_granted_blocks(self) -> int:
-        """Return the length of the sequence's block table: the number of device blocks allocated so far. Blocks that
-        the sliding window has passed are included."""
+        """Return the length of the sequence's block table. It includes an entry for each block that was freed because
+        the sliding window has passed it."""
         return len(self.block_table)
 
     @property
@@ -81,21 +82,24 @@ class Allocation:
 
     @property
     def publishes(self) -> bool:
-        """Return whether more blocks of this sequence can be published in the prefix index.
+        """Return whether further blocks of this sequence can still be added to the prefix index.
 
-        This is impossible if a swap has reset the published blocks and the sliding window has already passed the first
-        blocks. The index then has no known parent for the next block.
+        A block can be added only after the preceding blocks. This is impossible if the sliding window has passed the
+        first blocks and a swap has reset the record of the blocks in the index.
         """
         return self.num_freed_blocks <= self.num_published_blocks
 
     def computed_blocks(self, block_size: int) -> list[int]:
-        """Return the sequence's device blocks with computed positions, in order. The entry is 0 for a block that the
-        sliding window has passed."""
+        """Return the part of the sequence's block table that contains computed positions. An entry is 0 if the block
+        was freed because the sliding window has passed it."""
         return self.block_table[: -(-self.num_computed_tokens // block_size)]
 
     def depends_on(self, other: "Allocation", block_size: int) -> bool:
-        """Return whether this sequence uses KV content that the sequence of `other` wrote: it has matched or published
-        the first block that `other` wrote."""
+        """Return whether this sequence uses KV cache content that another sequence wrote. `other` is the allocation of
+        that sequence.
+
+        The result is true if this sequence has matched or published the first block that the other sequence wrote.
+        """
         num_tokens = (other.num_matched_blocks + 1) * block_size
         return (
             max(self.num_matched_blocks, self.num_published_blocks) > other.num_matched_blocks
@@ -104,55 +108,58 @@ class Allocation:
         )
 
     def compute(self, num_tokens: int) -> None:
-        """Count `num_tokens` more positions of the sequence as computed."""
+        """Record that a plan computes the next `num_tokens` positions of the sequence."""
         self._num_computed += num_tokens
 
     def compute_again(self, position: int) -> None:
-        """Mark the positions from `position` on as not computed, so that they are planned again."""
+        """Make the scheduler plan the positions from `position` on once more, as if they had never been computed."""
         self._num_computed = min(self._num_computed, position)
 
     def join_decoding(self, steps: StepCount) -> None:
-        """Begin to count one computed position for every step plan, starting with the next plan. `steps` counts the
-        plans."""
+        """Count one more computed position for each step plan from now on, without further calls. `steps` is the
+        counter of step plans."""
         self._steps, self._joined_step = steps, steps.num_steps
 
     def leave_decoding(self) -> None:
-        """Stop counting one computed position for every step plan. Later positions are counted by calls of
-        `compute`."""
+        """Stop counting one computed position for each step plan. From now on, `compute` must be called for computed
+        positions."""
         self._num_computed, self._steps = self.num_computed_tokens, None
 
     def may_be_forked(self, step: int) -> None:
-        """Record that the prompt is computed before the plan of `step`. From this plan on, other samples of the request
-        may share the prompt's blocks."""
+        """Record that other samples of the request may share the prompt's blocks from the plan of `step` on. The prompt
+        is computed before this plan."""
         self.forkable_from = step
 
     def matched(self, num_blocks: int) -> None:
-        """Record that the sequence starts with `num_blocks` KV cache blocks that other sequences have written."""
+        """Record that the first `num_blocks` KV cache blocks of the sequence were written by other sequences."""
         self.num_matched_blocks = num_blocks
 
     def freed(self, num_blocks: int) -> None:
-        """Record that the sliding window has passed the first `num_blocks` blocks of the sequence."""
+        """Record that the sequence no longer uses its first `num_blocks` blocks, because the sliding window has passed
+        them."""
         self.num_freed_blocks = max(self.num_freed_blocks, num_blocks)
 
     def published(self, node: Node | None, num_blocks: int) -> None:
-        """Record how many blocks of the sequence are in the prefix index. `node` is the index node of the last of these
-        blocks.
+        """Record that the first `num_blocks` blocks of the sequence are in the prefix index. `node` is the index node
+        of the last of them.
 
-        If `node` is None, later blocks cannot be published after the earlier blocks.
+        If `node` is None, no later block of the sequence can continue these blocks in the index.
         """
         self.last_node, self.num_published_blocks = node, num_blocks
 
     def released(self) -> None:
-        """Reset the counts of the sequence's positions after all its KV cache blocks were released."""
+        """Reset the record of computed, published and freed positions, because all KV cache blocks of the sequence were
+        released."""
         self.published(None, 0)
         self.num_freed_blocks = self.forkable_from = self._num_computed = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A prefix cache hit: the cached content with which a sequence can start.
+    """A prefix cache hit: the cached blocks with which a sequence can start.
 
-    The nodes in `device` are on the device. The nodes in `host` follow them, and must be loaded from the host.
+    The first blocks of the prefix are on the device (`device`). The blocks that follow must be loaded from the host
+    (`host`).
     """
 
     device: tuple[Node, ...] = ()
@@ -160,21 +167,18 @@ class Match:
 
     @property
     def is_loading(self) -> bool:
-        """Return whether a node in `host` is being moved between the device and the host already, for example for
+        """Return whether a block of this hit is already being copied between the host and the device, for example for
         another request."""
         return any(node.is_moving for node in self.host)
 
     def without_host(self) -> "Match":
-        """Return the part of this prefix cache hit that is on the device and needs no load from the host."""
+        """Return the part of this prefix cache hit that is already on the device."""
         return Match(self.device)
 
 
 class Room:
-    """The calculation of how many KV cache blocks sequences need, and whether the block pool of one worker has enough
-    free blocks.
-
-    The methods change nothing.
-    """
+    """Computes how many KV cache blocks a sequence needs, and whether the worker's block pool has enough free blocks.
+    The methods only read state."""
 
     def __init__(self, capacity: WorkerCapacity, pool: BlockPool, *, num_step_tokens: int, watermark: float) -> None:
         """Create the calculator for a pool of KV cache blocks.
@@ -190,11 +194,11 @@ class Room:
         return -(-num_positions // self.block_size)
 
     def max_request_blocks(self, request: Request) -> int:
-        """Return the largest number of KV cache blocks that a request may need at once before it can finish.
+        """Return the largest number of KV cache blocks that a request may need at the same time.
 
-        All sequences of the request share the full blocks of the prompt. Each beam of a beam search may also need a
-        copy of a block that another beam continues. With a sliding window, the number of blocks for one window per
-        sequence is used if it is lower.
+        All sequences of the request share the full blocks of the prompt. In a beam search, each beam may also need a
+        copy of a shared block. With a sliding window, the result is at most the number of blocks that cover one window
+        per sequence, plus these copies.
         """
         num_blocks = self._num_blocks_of_all(request)
         num_rows, num_copies = request.num_rows, _num_copies(request)
@@ -207,11 +211,8 @@ class Room:
         return min(max_blocks, num_rows * min(num_blocks, self.num_chunk_blocks(1)) + num_copies)
 
     def num_chunk_blocks(self, num_tokens: int) -> int:
-        """Return the largest number of KV cache blocks that a sequence reads and writes while it computes `num_tokens`
-        positions.
-
-        The model must have a sliding window.
-        """
+        """Return how many KV cache blocks a sequence needs at most while it computes `num_tokens` positions: the blocks
+        that it reads or writes. The model must have a sliding window."""
         return (self.window + num_tokens + self.block_size - 3) // self.block_size + 1
 
     def max_row_blocks(self, request: Request) -> int:
@@ -235,16 +236,17 @@ class Room:
     def can_allocate(self, num_blocks: int, *, alone: bool) -> bool:
         """Return whether a request may allocate `num_blocks` KV cache blocks from the pool now.
 
-        The watermark (a share of the pool) must remain free, unless no other request runs (`alone`).
+        A fixed share of the pool (the watermark) must still be free afterwards. If no other request runs (`alone`), the
+        request may use all free blocks.
         """
         return num_blocks + (0 if alone else self._num_watermark_blocks) <= self.pool.num_free
 
     def num_opening_entries(self, allocation: Allocation, num_passed: int) -> int:
-        """Return the length of the block table with which a sequence starts to run: the number of blocks for all its
-        tokens.
+        """Return the length of a sequence's block table at its start: the number of blocks for all tokens that the
+        sequence has then.
 
-        With a sliding window, the window may pass some blocks before the last token is computed. The table then covers
-        the `num_passed` blocks that the window has passed already and the blocks for a chunk as long as the window.
+        With a sliding window, the table may be shorter. It then covers `num_passed` blocks that the window has already
+        passed, and the blocks for a chunk as long as the window.
         """
         num_blocks = self.num_blocks_for(len(allocation.token_ids))
         if not self.window:
@@ -253,37 +255,37 @@ class Room:
         return min(num_blocks, num_passed + num_chunk_blocks)
 
     def num_opening_blocks(self, allocation: Allocation, match: Match) -> int:
-        """Return by how many free blocks the pool shrinks when a sequence starts to run from a prefix cache hit.
+        """Return how many free blocks of the pool a sequence uses up when it starts from the prefix cache hit `match`.
 
-        Matched blocks that are idle are included, because they stop being free.
+        Matched blocks that no other sequence uses are included, because they are free until then.
         """
         num_passed = self.num_passed_blocks(match)
         num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device[num_passed:])
         return self.num_opening_entries(allocation, num_passed) - max(len(match.device), num_passed) + num_idle
 
     def num_passed_blocks(self, match: Match) -> int:
-        """Return the number of blocks of a prefix cache hit that the sequence need not hold, because the sliding window
-        has passed them.
+        """Return how many of the first blocks of a prefix cache hit a sequence need not keep, because its sliding
+        window has passed them.
 
-        The last matched block is always held, so that the next block can be published after it.
+        The last matched block is always kept, because the next block is added to the prefix index after it.
         """
         num_blocks = len(match.device) + len(match.host)
         return max(0, min(self.first_needed_block(num_blocks * self.block_size), num_blocks - 1))
 
     def num_fork_blocks(self, allocation: Allocation, relative: Allocation, num_tokens: int) -> int:
-        """Return the number of free KV cache blocks that a sample needs in order to start with `num_tokens` positions
-        of another sample of its request."""
+        """Return how many free KV cache blocks a new sample needs if it shares the first `num_tokens` positions of
+        another sample of its request."""
         num_full = num_tokens // self.block_size
         return max(1, self.num_opening_entries(allocation, min(relative.num_freed_blocks, num_full)) - num_full)
 
     def num_missing_blocks(self, allocation: Allocation, num_tokens: int) -> int:
-        """Return the number of KV cache blocks that a sequence must still get before it can compute `num_tokens` more
-        positions."""
+        """Return how many more KV cache blocks must be allocated to a sequence before it can compute its next
+        `num_tokens` positions."""
         return self.num_blocks_for(allocation.num_computed_tokens + num_tokens) - allocation.num_granted_blocks
 
     def first_needed_block(self, position: int) -> int:
-        """Return the index of the first entry of the block table that a sequence reads when it computes from `position`
-        on. It is 0 unless the model has a sliding window."""
+        """Return the index in the block table of the first block that a sequence still reads when it computes
+        `position` and later positions. It is 0 unless the model has a sliding window."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def num_computable_tokens(self, allocation: Allocation, num_tokens: int) -> int:
@@ -303,14 +305,15 @@ class Room:
         return min(num_tokens, max(1, num_positions))
 
     def num_swapped_blocks(self, allocations: Iterable[Allocation]) -> int:
-        """Return the number of device blocks needed to load the KV cache of swapped-out sequences from the host. A host
-        block that several sequences share counts once."""
+        """Return how many device blocks are needed to load swapped-out sequences from the host. A host block that
+        several sequences share is counted once."""
         return len({block for allocation in allocations for block in allocation.host_blocks})
 
     def num_swap_in_blocks(self, allocations: list[Allocation]) -> int:
-        """Return the number of device blocks that the sequences of a swapped-out request need in order to continue.
+        """Return how many device blocks a swapped-out request needs in order to continue.
 
-        This includes the blocks to load from the host, and the further blocks that a new row would get for its tokens.
+        The number includes the blocks to load from the host, and new blocks for tokens of its sequences that have no
+        block yet.
         """
         return self.num_swapped_blocks(allocations) + sum(
             max(0, self.num_opening_entries(allocation, allocation.num_freed_blocks) - len(allocation.host_table))
@@ -319,6 +322,6 @@ class Room:
 
 
 def _num_copies(request: Request) -> int:
-    """Return the number of KV cache blocks that the beams of a request may copy at once. It is 0 without a beam search
-    or with a single beam."""
+    """Return how many KV cache blocks the beams of a request may need at once for copies of shared blocks
+    (copy-on-write). It is 0 without a beam search or with a single beam."""
     return request.num_rows if request.beam and request.num_rows > 1 else 0

@@ -7,8 +7,8 @@ from scheduler_service.core.cache.tiers import Move, Tiers
 
 
 class CacheManager:
-    """The manager of one worker's KV cache: allocates blocks to sequences, publishes full blocks for prefix cache hits,
-    and releases blocks."""
+    """The KV cache of one worker. It allocates blocks to sequences, adds full blocks to the prefix index so that other
+    sequences can use them, and releases blocks."""
 
     def __init__(
         self, capacity: WorkerCapacity, *, num_step_tokens: int, enable_prefix_caching: bool, watermark: float
@@ -25,11 +25,11 @@ class CacheManager:
     # New rows
 
     def match(self, allocation: Allocation, cursor: Cursor | None) -> Match:
-        """Return the longest prefix of a sequence's tokens that is in the prefix cache: the part on the device, then
-        the part on the host.
+        """Find the longest cached prefix of a sequence's tokens. Return its blocks on the device, and the blocks on the
+        host that follow them.
 
-        `cursor` is the position of the waiting prompt in the prefix index, or None if the index must be searched. The
-        last token is never matched, because the model must compute it to sample the next token.
+        `cursor` is the prompt's known position in the prefix index. If it is None, the index is searched. The last
+        token is never matched, because the model must compute it to sample the next token.
         """
         if cursor is not None:
             chain = cursor.chain()
@@ -42,11 +42,10 @@ class CacheManager:
         return Match(tuple(chain[:num_device]), tuple(chain[num_device : num_device + num_host]))
 
     def open(self, allocation: Allocation, match: Match, step: int) -> None:
-        """Fill the block table of a sequence that starts to run: first the blocks of the prefix cache hit `match`, then
-        new blocks.
+        """Fill the block table of a sequence that starts to run: first the cached blocks of `match`, then new blocks.
 
-        The plan of `step` loads the matched blocks from the host, except for blocks that the sliding window has passed.
-        The last matched block is always loaded.
+        The plan of `step` loads the cached blocks that are on the host only. Blocks that the sliding window has passed
+        are not loaded, except for the last block of `match`.
         """
         num_passed = self.room.num_passed_blocks(match)
         for node in match.device:  # includes blocks that the window has passed, so that they count as recently used
@@ -65,10 +64,11 @@ class CacheManager:
         allocation.compute(len(nodes) * self.block_size)
 
     def fork(self, allocation: Allocation, relative: Allocation, num_tokens: int) -> list[tuple[int, int]]:
-        """Let a new sample start with the first `num_tokens` positions of another sample of its request. Full blocks
-        are shared, and a block that is not full is copied.
+        """Let a new sample start with the first `num_tokens` positions of another sample of its request. The two
+        samples share full blocks. A block that is only partly covered must be copied.
 
-        Return the copy as a list of one (source block, target block), or an empty list if all blocks are full.
+        Return the block to copy as a list of one (source block, target block), or an empty list if no block must be
+        copied.
         """
         num_full = num_tokens // self.block_size
         self._share_table(allocation, relative, num_full)
@@ -82,16 +82,17 @@ class CacheManager:
         return [(source, allocation.block_table[num_full])]
 
     def branch(self, allocation: Allocation, parent: Allocation) -> None:
-        """Let a beam continue from the beam `parent`, which has the same tokens, by sharing every block of `parent`."""
+        """Give a beam all KV cache blocks of the beam `parent`. Both beams have the same tokens, and share the
+        blocks."""
         self._share_table(allocation, parent, len(parent.block_table))
         allocation.matched(parent.num_matched_blocks)
         allocation.may_be_forked(parent.forkable_from)
         allocation.compute(parent.num_computed_tokens)
 
     def copied(self, copies: list[tuple[int, int]]) -> None:
-        """Release the source blocks of a plan's block copies.
+        """Release the source blocks of a plan's block copies, which were reserved until the plan was complete.
 
-        The plan is final at this point. The worker reads the sources before any later plan can write to them.
+        This is safe, because the worker reads the source blocks before any later plan can write to them.
         """
         for source, _ in copies:
             self.tiers.device.free(source)
@@ -126,8 +127,8 @@ class CacheManager:
         return block
 
     def shared_tail(self, allocation: Allocation) -> int:
-        """Return the block that contains the sequence's next position if other sequences hold this block too. Otherwise
-        return 0.
+        """Return the block to which the sequence will write its next position, if other sequences use this block too.
+        Otherwise return 0.
 
         The sequence must copy a shared block before it writes to the block.
         """
@@ -136,10 +137,10 @@ class CacheManager:
         return block if self.pool.ref_count(block) > 1 else 0
 
     def replace_tail(self, allocation: Allocation) -> tuple[int, int, int]:
-        """Replace the shared block of the sequence's next position by a new block (copy-on-write).
+        """Replace a shared block by a new block before the sequence writes its next position (copy-on-write).
 
-        Return (index in the block table, source block, target block). The worker must copy the source to the target. A
-        reference to the source is held until `copied` is called.
+        Return (index in the block table, source block, target block). The worker must copy the source to the target.
+        The source is not reused until `copied` is called.
         """
         index = allocation.num_computed_tokens // self.block_size
         source = allocation.block_table[index]
@@ -147,10 +148,10 @@ class CacheManager:
         return index, source, target  # the table's reference to the source now belongs to the copy
 
     def slide(self, allocation: Allocation, position: int) -> None:
-        """Free the blocks of a sequence that the sliding window has passed. No position from `position` on reads these
-        blocks.
+        """Free the blocks of a sequence that the sliding window has passed, because `position` and later positions do
+        not read them.
 
-        The last published block is kept, so that the next block can be published after it.
+        The last block that is in the prefix index is kept, so that the next block can be added after it.
         """
         num_passed = self.room.first_needed_block(position)
         if self.enable_prefix_caching and allocation.publishes:
@@ -158,10 +159,11 @@ class CacheManager:
         self._free_passed(allocation, num_passed)
 
     def free_unread(self, allocation: Allocation, position: int) -> None:
-        """Free every block of a sequence that no position from `position` on reads, because the sliding window has
-        passed it. Unlike `slide`, this includes the last published block.
+        """Free all blocks of a sequence that `position` and later positions do not read, because the sliding window has
+        passed them.
 
-        If that block is freed, the sequence can publish no more blocks.
+        Unlike `slide`, this also frees the last block that is in the prefix index. No further blocks of the sequence
+        can then be added to the index.
         """
         self._free_passed(allocation, self.room.first_needed_block(position))
         if allocation.num_freed_blocks and allocation.num_freed_blocks >= allocation.num_published_blocks:
@@ -174,11 +176,8 @@ class CacheManager:
         allocation.freed(num_passed)
 
     def publish(self, allocation: Allocation, num_positions: int) -> None:
-        """Publish the full blocks of a sequence's first `num_positions` positions in the prefix index, so that other
-        sequences can match them.
-
-        The tokens of these positions must be known.
-        """
+        """Add the full blocks of a sequence's first `num_positions` positions to the prefix index, so that other
+        sequences can use them. The tokens of these positions must be known."""
         num_full = num_positions // self.block_size
         if num_full <= allocation.num_published_blocks or not (self.enable_prefix_caching and allocation.publishes):
             return
@@ -190,17 +189,17 @@ class CacheManager:
         allocation.published(node, num_full)
 
     def release(self, allocation: Allocation) -> None:
-        """Release all KV cache blocks of a sequence, on the device and on the host. Published blocks can still be
-        matched until they are reused."""
+        """Release all KV cache blocks of a sequence, on the device and on the host. Until a block is reused, other
+        sequences can still get it as a prefix cache hit."""
         self.tiers.device.free_table(allocation.block_table, allocation.free_list)
         self.tiers.host.free_table(allocation.host_table, allocation.free_list)
         allocation.released()
 
     def unpublish(self, allocation: Allocation) -> None:
-        """Remove the blocks that a sequence wrote from the prefix index, because their content is bad. All content that
-        was computed after these blocks is removed too.
+        """Remove the blocks that a sequence wrote from the prefix index, because their content is bad. Blocks that
+        continue these blocks are removed too.
 
-        Blocks that the sequence had matched itself stay in the index.
+        Blocks that the sequence got as a prefix cache hit stay in the index.
         """
         node = self.index.find(allocation.root, allocation.token_ids, allocation.num_matched_blocks)
         if node is not None:

@@ -33,7 +33,8 @@ _PROMOTION_WINDOW = 16
 
 
 class Move(NamedTuple):
-    """A transfer of one KV cache block between the device and the host. The plan of `step` orders the transfer."""
+    """The copy of one KV cache block from the device to the host, or from the host to the device. The worker makes the
+    copy as part of the plan of `step`."""
 
     step: int
     device_block: int
@@ -44,14 +45,14 @@ class Move(NamedTuple):
 
 
 class TierAllocator:
-    """The allocator of the KV cache blocks of one tier (the device or the host). It knows which blocks have cached
-    content."""
+    """The allocator of the KV cache blocks of one tier (the device or the host). When it reuses a block with cached
+    content, it removes the content from the prefix index."""
 
     def __init__(self, num_blocks: int, contents: list[Node | None], forget: Callable[[int], None]) -> None:
         """Create an allocator with `num_blocks` free blocks.
 
-        `contents` has the prefix index node of each block, or None. `forget` removes the content of a block from the
-        prefix index.
+        `contents[block]` is the prefix index node of a block, or None if the block has no cached content. `forget` is
+        called to remove a block from the prefix index.
         """
         self.pool = BlockPool(num_blocks)
         self._contents, self._forget = contents, forget
@@ -68,9 +69,9 @@ class TierAllocator:
         self.pool.free(block, cached=self._contents[block] is not None, spare=spare, free_list=free_list)
 
     def free_table(self, table: list[int], free_list: int) -> None:
-        """Release all blocks of a block table, and clear the table.
+        """Release all blocks of a sequence's block table, and clear the table.
 
-        The last block is released first. So the blocks of a prefix are evicted after the blocks that continue it.
+        The last block is released first. So a block is evicted before the blocks that precede it in the prefix.
         """
         free, contents = self.pool.free, self._contents
         for block in reversed(table):
@@ -80,7 +81,7 @@ class TierAllocator:
 
 
 class MoveLedger:
-    """The block transfers between device and host that the worker has not acknowledged yet, and the counts of finished
+    """The block transfers between device and host that the worker has not finished yet, and the numbers of finished
     transfers."""
 
     def __init__(self, device: TierAllocator, host: TierAllocator, index: PrefixIndex) -> None:
@@ -98,24 +99,24 @@ class MoveLedger:
 
     @property
     def num_returning(self) -> int:
-        """Return the number of device blocks that become free when all pending transfers between device and host are
-        done."""
+        """Return how many device blocks will become free when all pending transfers between device and host are
+        finished."""
         return sum(self._device.pool.ref_count(move.device_block) == 1 for move in self._pending)
 
     def num_copying(self) -> tuple[int, int]:
-        """Return the number of device blocks and the number of host blocks that only a pending demotion or promotion
-        still holds."""
+        """Return two numbers, for the device and for the host: the blocks that are not free only because a pending
+        transfer of cached content still uses them. Swaps of requests are not included."""
         copies = [move for move in self._pending if move.node is not None]
         num_device = sum(self._device.pool.ref_count(move.device_block) == 1 for move in copies)
         return num_device, sum(self._host.pool.ref_count(move.host_block) == 1 for move in copies)
 
     def ordered_by(self, step: int) -> list[Move]:
-        """Return the block transfers that the plan of `step` orders, in order. `step` must be the last step planned."""
+        """Return the block transfers of the plan of `step`, in order. `step` must be the last planned step."""
         return list(takewhile(lambda move: move.step == step, reversed(self._pending)))[::-1]
 
     def add(self, move: Move) -> None:
-        """Add a block transfer that a plan orders, and hold a reference to its device block and its host block until
-        the worker acknowledges it."""
+        """Add a block transfer to the current plan. Neither the device block nor the host block is reused until the
+        worker has finished the transfer."""
         self._device.pool.share(move.device_block)
         self._host.pool.share(move.host_block)
         if move.node is not None:
@@ -123,8 +124,8 @@ class MoveLedger:
         self._pending.append(move)
 
     def acknowledge(self, step: int) -> None:
-        """Finish the block transfers of all plans up to `step`, and release the device blocks and host blocks that they
-        held."""
+        """Finish the block transfers of all plans up to `step`, after the worker has reported them: release their
+        blocks, and record the new copies in the prefix index."""
         while self._pending and self._pending[0].step <= step:
             move = self._pending.popleft()
             if move.node is not None:
@@ -135,9 +136,9 @@ class MoveLedger:
             self.num_moved_in += not move.is_out
 
     def _record_copy(self, move: Move, node: Node) -> None:
-        """Record in the prefix index that the transfer has made a second copy of the content.
+        """Add the target block of a finished transfer to the prefix index, as a second copy of the content.
 
-        Does nothing if the content was found to be bad and removed from the index in the meantime.
+        Does nothing if the content was removed from the index in the meantime, for example because it was bad.
         """
         node.is_moving = False
         if move.is_out and self._index.contents[move.device_block] is node and not node.host_block:
@@ -147,8 +148,8 @@ class MoveLedger:
 
 
 class Tiers:
-    """The KV cache blocks of one worker in both tiers, device and host, and the prefix index that finds their
-    content."""
+    """The KV cache blocks of one worker on the device and on the host, with the prefix index of their content and the
+    transfers between the two tiers."""
 
     def __init__(self, capacity: WorkerCapacity) -> None:
         self._block_size = capacity.block_size
@@ -165,34 +166,33 @@ class Tiers:
         owner_of: Callable[[int], str],
         is_expected: Callable[[int], bool],
     ) -> None:
-        """Set the functions that describe the free lists of idle KV cache blocks to the eviction order. Each list has
-        the blocks of one session.
+        """Set the functions that decide which idle KV cache blocks are evicted first. Idle blocks are in free lists,
+        one for each session (conversation).
 
-        `priority_of` returns the eviction priority of a free list. `owner_of` returns the tenant of a free list.
-        `is_expected` returns whether the session of a free list has no request now but is expected to send one.
+        `priority_of` returns the eviction priority of a free list, and `owner_of` its tenant. `is_expected` returns
+        whether the session has no request now but will probably send one.
         """
         for pool in (self.pool, self.host_pool):
             pool.order.priority_of, pool.order.owner_of = priority_of, owner_of
         self._is_expected = is_expected
 
     def dissolve(self) -> None:
-        """Break the reference cycles of a KV cache that is no longer needed: see `PrefixIndex.dissolve`.
-
-        The functions of `set_priorities` are dropped too.
-        """
+        """Break the reference cycles of a KV cache whose worker is lost, so that Python frees its memory without a run
+        of the garbage collector. The functions passed to `set_priorities` are removed too."""
         self.index.dissolve()
         self.set_priorities(equal_priority, no_owner, lambda free_list: False)
 
     def priority_changed(self, free_list: int) -> None:
-        """Update the eviction order on the device and on the host after the priority of a free list may have
-        changed."""
+        """Move a free list to its new place in the eviction orders of the device and the host. Call this whenever an
+        event may have changed the priority of the list."""
         self.pool.order.changed(free_list)
         self.host_pool.order.changed(free_list)
 
     # Bad content
 
     def unpublish(self, node: Node) -> None:
-        """Remove the content of a node and of all its descendants from the prefix index, because the content is bad."""
+        """Remove the content of an index node from the prefix index, and all content that continues it. No sequence can
+        match this content afterwards."""
         blocks, host_blocks = self.index.forget_subtree(node)
         for pool, exposed in ((self.pool, blocks), (self.host_pool, host_blocks)):
             for block in exposed:
@@ -206,20 +206,21 @@ class Tiers:
     # Swaps: all rows of a request at once
 
     def num_swap_blocks(self, allocations: list[Allocation]) -> tuple[int, int]:
-        """Return two block counts for swapping out a request whose sequences have these allocations: the device blocks
-        that must be saved, and the free host blocks that the swap uses up.
+        """Return two block counts for swapping out a request: the device blocks with content to save, and the free host
+        blocks that the swap uses up.
 
-        Idle copies that exist on the host already are included in the second number, because they stop being free.
+        A host block that already has a copy of the content is used again. It counts in the second number if no sequence
+        uses it now, because it is then a free block.
         """
         copies = [self._host_copy(block) for block in self._computed_blocks(allocations)]
         return len(copies), sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)
 
     def swap_out(self, allocations: list[Allocation], step: int) -> bool:
-        """Make the plan of `step` copy the computed blocks of a preempted request to the host, and release the device
-        blocks.
+        """Release the device blocks of a preempted request, and make the plan of `step` copy the computed blocks to the
+        host.
 
         A block that several sequences share is copied once. Return False if no block must be copied, because the host
-        has copies of all of them.
+        already has copies of all of them.
         """
         blocks = self._computed_blocks(allocations)
         host_blocks = {block: self._host_copy(block) for block in blocks if self._host_copy(block)}
@@ -241,8 +242,8 @@ class Tiers:
         return bool(missing)
 
     def swap_in(self, allocations: list[Allocation], step: int) -> None:
-        """Allocate device blocks for the sequences of a swapped-out request. The plan of `step` loads the content of
-        these blocks from the host."""
+        """Allocate device blocks for the sequences of a swapped-out request, and make the plan of `step` load these
+        blocks from the host."""
         blocks: dict[int, int] = {}
         for allocation in allocations:
             for host_block in allocation.host_table:
@@ -255,15 +256,14 @@ class Tiers:
             self.host.free_table(allocation.host_table, allocation.free_list)
 
     def num_lost_tokens(self, allocations: list[Allocation]) -> int:
-        """Return the number of tokens that must be recomputed if the KV cache blocks of these sequences are discarded.
-
-        Blocks that the sliding window has passed are included. They would have to be computed again too.
-        """
+        """Return how many tokens must be computed again if the KV cache blocks of these sequences are discarded. Blocks
+        that the sliding window has passed are included."""
         most_freed = max((allocation.num_freed_blocks for allocation in allocations), default=0)
         return (len(self._computed_blocks(allocations)) + most_freed) * self._block_size
 
     def _computed_blocks(self, allocations: list[Allocation]) -> list[int]:
-        """Return the device blocks with computed positions of all these sequences. A shared block is returned once."""
+        """Return the device blocks that contain computed positions of these sequences. A block that several sequences
+        share is returned once."""
         return list(
             {
                 block: None
@@ -279,11 +279,11 @@ class Tiers:
     # Idle blocks
 
     def demote(self, step: int, num_tokens: int) -> None:
-        """Make the plan of `step` copy some idle cached blocks to the host, those to be evicted next first. So their
-        content survives when the device blocks are needed for other content.
+        """Make the plan of `step` copy idle cached blocks from the device to the host, so that their content survives
+        when the device blocks are reused. The blocks that would be evicted next are copied first.
 
-        The plan computes `num_tokens` tokens, which limits the number of copies. Every block to copy was computed once.
-        So plans that copy more blocks than they compute keep up with any load.
+        The plan computes `num_tokens` tokens. It may copy more blocks than it computes, so the copies keep up with any
+        load.
         """
         pool = self.pool
         num_lossless = pool.num_free - pool.num_idle_cached + pool.num_backed_up + len(self.moves)
@@ -311,11 +311,11 @@ class Tiers:
             self.host.free(host_block)  # the move holds a reference
 
     def promote(self, step: int) -> None:
-        """Make the plan of `step` load cached blocks from the host before a request needs them. The blocks belong to
-        sessions that have no request now but are expected to send one.
+        """Make the plan of `step` load cached blocks from the host before a request needs them. These are blocks of
+        sessions (conversations) that have no request now but will probably send one.
 
-        Does nothing while another block transfer is pending. Only device blocks of lower priority whose content is not
-        lost are overwritten.
+        Does nothing while another block transfer is pending. The load never overwrites the only copy of cached content,
+        nor cached content of higher priority.
         """
         if len(self.moves):
             return
@@ -332,10 +332,10 @@ class Tiers:
                 self.device.free(block)  # the move holds a reference
 
     def _has_room(self, free_list: int) -> bool:
-        """Return whether a block of the free list `free_list` may be loaded from the host onto the device without harm.
+        """Return whether a block of `free_list` may be loaded from the host to the device ahead of time.
 
-        The device block that would be allocated must lose no content. If its content is cached, that content must also
-        have a lower eviction priority.
+        The device block to overwrite must not contain the only copy of cached content. If it contains cached content at
+        all, that content must have a lower eviction priority.
         """
         target = self.pool.next_without_loss()
         return target > 0 and (
@@ -343,9 +343,10 @@ class Tiers:
         )
 
     def _missing_nodes(self, host_block: int) -> list[Node]:
-        """Return the index nodes of a host block and its ancestors that have no copy on the device, ancestors first.
+        """Return the index nodes to load so that a host block can be used on the device: its own node, and those of its
+        preceding blocks that are not on the device either. The order is that of the prompt.
 
-        Return an empty list if one of these nodes has no copy on the host either, or is being moved.
+        Return an empty list if one of these blocks is not on the host either, or is being transferred.
         """
         nodes = []
         node = self.index.host_contents[host_block]

@@ -14,8 +14,8 @@ from scheduler_service.core.sequence import Row
 
 @dataclass(frozen=True, slots=True)
 class DecodeColumns:
-    """The rows that decode one token in every plan, in slot order. Each property that is needed to read a step's result
-    is a list with one entry per row."""
+    """The sequences that decode one token in every step, sorted by slot. Each field that is needed to process a step's
+    result is a list with one entry per sequence."""
 
     slots: list[int]
     rows: list[Row]
@@ -26,10 +26,8 @@ class DecodeColumns:
     has_logprobs: bool
 
     def take(self, kept: list[int]) -> "DecodeColumns":
-        """Return new columns with only the rows (running sequences) at the indices `kept`.
-
-        `any_stop` and `has_logprobs` keep their values.
-        """
+        """Return a copy that contains only the sequences at the indices `kept`. The copy has the same `any_stop` and
+        `has_logprobs`."""
         return DecodeColumns(
             slots=[self.slots[i] for i in kept],
             rows=[self.rows[i] for i in kept],
@@ -42,9 +40,10 @@ class DecodeColumns:
 
 
 class DecodeBatch:
-    """The rows (running sequences on the worker) that decode one token in every plan, by slot.
+    """The set of running sequences that decode one token in every step.
 
-    The scheduler visits such a row only when it needs a KV cache block, samples its last token, or leaves.
+    The scheduler does no work for such a sequence in most steps. It examines the sequence only when the sequence needs
+    another KV cache block, when it samples its last token, or when it leaves this set.
     """
 
     def __init__(self, steps: StepCount, block_size: int) -> None:
@@ -59,8 +58,8 @@ class DecodeBatch:
         return len(self._rows)
 
     def join(self, row: Row) -> None:
-        """Add a row (running sequence) that samples a token in the last plan. From the next plan on, the row decodes
-        one token in every plan."""
+        """Add a sequence to the set of sequences that decode one token in every step, starting with the next step. The
+        last plan must sample a token for this sequence."""
         num_in_table = row.allocation.num_granted_blocks * self._block_size - row.allocation.num_computed_tokens
         row.join_decoding(self._steps)
         self._rows[row.slot] = row
@@ -68,28 +67,28 @@ class DecodeBatch:
         self._due[row.set_due_step(self._steps.num_steps + num_in_table + 1)].append(row)
 
     def got_block(self, row: Row, step: int) -> None:
-        """Record that the plan of `step` gave a decoding row its next KV cache block. The row is examined again when
-        this block is full."""
+        """Record that the plan of `step` gave a decoding sequence its next KV cache block. The scheduler will examine
+        the sequence again when this block is full."""
         self._due[row.set_due_step(step + self._block_size)].append(row)
 
     def leave(self, row: Row) -> None:
-        """Remove a row (running sequence) that no longer decodes one token in every plan, for example because its
-        sequence has ended."""
+        """Remove a sequence from the set of sequences that decode one token in every step. The sequence has ended, was
+        preempted, or is planned individually from now on."""
         del self._rows[row.slot]
         row.leave_decoding(self._steps)
         self._columns = None
 
     def take_due(self, step: int) -> list[Row]:
-        """Remove and return the decoding rows (running sequences) that the plan of `step` must examine, because they
-        need a KV cache block or sample their last token.
+        """Return the decoding sequences that the scheduler must examine for the plan of `step`: each needs another KV
+        cache block, or samples its last token. The entries for this step are removed.
 
-        A row that left and joined again may have two entries. It is returned once.
+        A sequence that left the set and joined again may have two entries, but is returned once.
         """
         return [row for row in dict.fromkeys(self._due.pop(step, ())) if row.due_step == step]
 
     def columns(self) -> DecodeColumns:
-        """Return the columns of all rows that decode one token in every plan. They are rebuilt only after a row has
-        joined or left."""
+        """Return the sequences that decode one token in every step, with one list per field. The lists are rebuilt only
+        after a sequence has joined or left."""
         if self._columns is None:
             slots = sorted(self._rows)
             rows = [self._rows[slot] for slot in slots]

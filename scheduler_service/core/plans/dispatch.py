@@ -19,10 +19,10 @@ from scheduler_service.core.sequence import Row, SequenceGroup
 
 
 class PlannedRow(NamedTuple):
-    """The work that a step plan gives to one row (running sequence): compute positions [start, start + num_tokens) in
-    `slot`.
+    """The entry of a step plan for one running sequence: the worker computes the token positions from `start` up to,
+    but not including, `start + num_tokens`.
 
-    Rows that decode one token in every plan have no such record.
+    Sequences that decode one token in every step have no such entry.
     """
 
     slot: int
@@ -39,9 +39,10 @@ _slot = attrgetter("slot")
 
 @dataclass(slots=True)
 class Dispatch:
-    """The scheduler's record of a step plan that was sent to the worker and whose result has not arrived.
+    """The scheduler's record of a step plan that the worker has received but not answered yet. The scheduler uses it to
+    assign the entries of the result to sequences.
 
-    Whether the result of a row still counts is recorded in the row itself.
+    The record does not say whether the scheduler still wants a sequence's result: see `Row.is_dropped`.
     """
 
     step: int
@@ -54,18 +55,20 @@ class Dispatch:
     has_moves: bool
 
     def sampling_rows(self) -> list[PlannedRow]:
-        """Return the individually planned rows (running sequences) that sample a token in this step, in slot order.
-        Rows that decode one token in every plan are not included."""
+        """Return the running sequences that sample a token in this step and were planned individually, sorted by slot.
+        Sequences that decode one token in every step are not included."""
         return sorted([row for row in self.rows if row.samples], key=_slot)
 
     def groups(self) -> set[SequenceGroup]:
-        """Return the requests, as sequence groups, for which the plan computes any token."""
+        """Return the requests for which this plan computes at least one token."""
         return {row.sequence.group for row in [*self.columns.rows, *(planned.row for planned in self.rows)]}
 
 
 class SampledRow(NamedTuple):
-    """The part of a step's result for one running sequence that samples. If the status is OK, it has a token,
-    candidates for a beam, or an embedding."""
+    """The result of one step for one running sequence that samples.
+
+    If the status is OK, the result is a token, the candidates for a beam, or an embedding.
+    """
 
     row: Row
     status: RowStatus
@@ -76,10 +79,10 @@ class SampledRow(NamedTuple):
 
 
 class ResolvedResult(NamedTuple):
-    """The result of a step, after its entries were assigned to the rows of the plan.
+    """The result of a step, split into one entry per running sequence.
 
-    The tokens of decoding rows are in `decoded` if the result has nothing but tokens for them. Otherwise decoding rows
-    are in `samples`.
+    If the step returned only tokens for the sequences that decode one token in every step, `decoded` has these tokens.
+    Otherwise these sequences have entries in `samples` like all other sequences.
     """
 
     samples: list[SampledRow]
@@ -89,9 +92,10 @@ class ResolvedResult(NamedTuple):
 
 
 def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> ResolvedResult:
-    """Assign the entries of a step's result to the rows of the plan `dispatch`.
+    """Check the worker's result for a step, and assign each of its entries to the sequence that it belongs to.
+    `dispatch` is the record of the step's plan.
 
-    Raises WorkerProtocolError if the columns of the result do not fit the plan, or if a token id is not below
+    Raises WorkerProtocolError if the result has the wrong number of entries, or if a token id is not below
     `vocab_size`.
     """
     prompt_logprobs = list(_read_prompt_logprobs(dispatch, result, vocab_size))
@@ -119,8 +123,8 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
 
 
 def _merge(rows: list[PlannedRow], columns: DecodeColumns) -> list[tuple[int, Row]]:
-    """Return the individually planned rows and the rows that decode in every plan together in slot order, as (slot,
-    row)."""
+    """Combine two kinds of rows of a plan into one list of (slot, row) pairs, sorted by slot: rows that were planned
+    individually, and rows that decode one token in every step. A row is the worker's state of one running sequence."""
     pairs = [(planned.slot, planned.row) for planned in rows]
     pairs.extend(zip(columns.slots, columns.rows, strict=True))
     return sorted(pairs, key=itemgetter(0))
@@ -145,10 +149,11 @@ def _check_count(step: int, num_expected: int, num_tokens: int) -> None:
 def _read_samples(
     dispatch: Dispatch, rows: list[Row], token_ids: tuple[int, ...], result: StepResult, vocab_size: int
 ) -> list[SampledRow]:
-    """Split the columns of a step's result among `rows`, which are in slot order.
+    """Build one `SampledRow` for each of `rows` from a step's result. The result stores each kind of value (token ids,
+    log-probabilities, candidates, embeddings) in a separate list.
 
-    `token_ids` and the other columns of the result have entries for these rows only. Raises WorkerProtocolError if the
-    number of entries is wrong.
+    `rows` are sorted by slot, and the lists have entries for these rows only. Raises WorkerProtocolError if a list has
+    the wrong number of entries.
     """
     statuses = result.statuses or (RowStatus.OK,) * len(rows)
     pairs = list(zip(rows, statuses, strict=True))
@@ -185,11 +190,11 @@ def _read_samples(
 def _read_prompt_logprobs(
     dispatch: Dispatch, result: StepResult, vocab_size: int
 ) -> Iterator[tuple[PlannedRow, list[TokenLogprobs]]]:
-    """Yield the rows for which the step computed log-probabilities of prompt tokens. Each row has a list with one entry
-    per position.
+    """Yield each sequence for which the step computed log-probabilities of prompt tokens, with a list of one entry per
+    token position.
 
-    The first entry is for the position after the row's first computed position. Raises WorkerProtocolError if the
-    entries do not fit the plan.
+    If the step computed the sequence from position p on, the first entry is for the token at position p + 1. Raises
+    WorkerProtocolError if the entries do not fit the plan.
     """
     expected = sorted((planned for planned in dispatch.rows if planned.num_prompt_logprobs > 0), key=_slot)
     if len(expected) != len(result.prompt_logprobs):
@@ -239,11 +244,10 @@ def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int, bool]], vocab
 
 
 def _read_candidates(columns: Candidates, asked: list[int], vocab_size: int) -> list[list[tuple[int, float]]]:
-    """Split the candidate columns of a step's result into one list of (token id, log-probability) per row of a beam
-    search.
+    """Return a list of candidates for each beam in a step's result, as (token id, log-probability) pairs.
 
-    `asked` has the number of candidates requested for each row, and no row may have more. Raises WorkerProtocolError if
-    the columns do not fit, or if a token is outside the vocabulary.
+    `asked` has the number of candidates requested for each beam. Raises WorkerProtocolError if a beam has more
+    candidates, if the number of entries is wrong, or if a token is outside the vocabulary.
     """
     if len(columns.counts) != len(asked) or any(map(gt, columns.counts, asked)):
         raise WorkerProtocolError(f"rows requested {asked} candidates, but the result has {list(columns.counts)}")

@@ -23,10 +23,10 @@ Work = list[tuple[Row, int]]  # rows of one group, each with the number of token
 
 
 class RowSlots:
-    """The slots 0..num_slots-1 of a worker. A slot can have one row (the worker's state of one running sequence).
+    """The slots of a worker, numbered from 0. A slot can contain one row (the worker's state of one running sequence).
 
-    For each slot, this class also tracks how many tokens the worker computes in the next step by default. The lowest
-    free slot is allocated first.
+    The lowest free slot is allocated first. This class also tracks, for each slot, how many tokens the worker computes
+    in the next step if the plan does not mention the slot.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -45,45 +45,49 @@ class RowSlots:
         return heappop(self._free)
 
     def reserve(self, group: SequenceGroup, num_slots: int) -> None:
-        """Reserve `num_slots` slots of the worker for sequences of the request that will start later."""
+        """Reserve `num_slots` free slots of the worker for the sequences of a request, so that no other request gets
+        these slots before the sequences start."""
         group.reserved_slots = [self.take() for _ in range(num_slots)]
 
     def give_back_reserved(self, group: SequenceGroup) -> None:
-        """Release the slots that were reserved for later sequences of the request."""
+        """Release the slots that are still reserved for sequences of the request."""
         for slot in group.reserved_slots:
             self.give_back(slot)
         group.reserved_slots.clear()
 
     def end_row(self, slot: int) -> None:
-        """Make the next plan end the row (running sequence) in this slot. The same plan may allocate a new row in the
-        slot."""
+        """Make the next plan delete the worker's state of the sequence in this slot. The same plan may start another
+        sequence in the slot."""
         self._released.append(slot)
         self._work[slot] = 0
         self._moving.discard(slot)
 
     def give_back(self, slot: int) -> None:
-        """Return a slot without a row to the free slots of the worker."""
+        """Make a slot available again after its sequence has ended, or if the slot was only reserved."""
         heappush(self._free, slot)
 
     def take_released(self) -> list[int]:
-        """Return the slots whose rows (running sequences) the current plan must end, and clear this list."""
+        """Return the slots whose sequences the worker must delete in the current plan. Later calls do not return these
+        slots again."""
         released, self._released = self._released, []
         return released
 
     def decodes(self, slot: int) -> None:
-        """Record that the row in this slot decodes one token in every plan, so that plans need not mention it."""
+        """Record that the sequence in this slot decodes one token in every step from now on. Plans then need no entry
+        for the slot."""
         self._moving.discard(slot)
 
     def stops_decoding(self, slot: int) -> None:
-        """Record that the row in this slot no longer decodes one token in every plan. Its work is planned
-        individually."""
+        """Record that the sequence in this slot no longer decodes one token in every step. From now on, the worker
+        computes it only in steps whose plan has an entry for it."""
         self._moving.add(slot)
 
     def patch(self, rows: Iterable[PlannedRow]) -> list[tuple[int, int]]:
-        """Return the (slot, num_tokens) pairs in which this step differs from the number of tokens that the worker
-        computes by default.
+        """Return the (slot, number of tokens) pairs that the plan must send, because the worker would otherwise compute
+        a different number of tokens in these slots.
 
-        `rows` are the individually planned rows. A row that is not among them rests, and gets 0 tokens.
+        `rows` are the sequences that are planned individually. Such a sequence without an entry in `rows` computes 0
+        tokens in this step.
         """
         patches = []
         resting = self._moving
@@ -103,8 +107,8 @@ class RowSlots:
 
 
 class WorkerRows:
-    """The rows (running sequences) of one worker: rows that decode one token in every plan, and rows that are planned
-    individually."""
+    """The running sequences of one worker, in two sets: sequences that decode one token in every step, and sequences
+    that are planned individually."""
 
     def __init__(self, capacity: WorkerCapacity, num_slots: int, steps: StepCount) -> None:
         self._gates_grammars = capacity.gates_grammars
@@ -115,29 +119,33 @@ class WorkerRows:
         self.drops = DropCount()
 
     def take_slot(self, sequence: Sequence) -> Row:
-        """Create and return a row (the worker's state of one running sequence) for a sequence. The row gets a slot that
-        is reserved for the request, or a free slot if none is reserved."""
+        """Assign a slot of the worker to a sequence, and return the sequence's new row (the worker's state of one
+        running sequence). A slot that is reserved for the request is used first."""
         request, reserved = sequence.group.request, sequence.group.reserved_slots
         slot = reserved.pop(0) if reserved else self.slots.take()
         gates = request.grammar is not None and self._gates_grammars
         return sequence.take_slot(slot, self.drops, is_gated=gates or not sequence.group.chooses_tokens)
 
     def open(self, sequence: Sequence) -> Row:
-        """Create and return a row on the worker for a sequence that starts to run. The row is planned individually
-        until it decodes one token in every plan."""
+        """Assign a slot of the worker to a sequence that starts to run, and return the sequence's new row (the worker's
+        state of one running sequence).
+
+        Each plan needs an entry for the sequence, until the sequence decodes one token in every step.
+        """
         row = self.take_slot(sequence)
         self.active[row] = None
         self.num_open += 1
         return row
 
     def pause(self, row: Row) -> None:
-        """Move a row from the decoding rows, which every plan includes, to the rows that are planned individually."""
+        """Stop decoding a sequence in every step. From now on, the worker computes it only in steps whose plan has an
+        entry for it."""
         self.decoding.leave(row)
         self.slots.stops_decoding(row.slot)
         self.active[row] = None
 
     def vacate(self, row: Row) -> None:
-        """End a row (running sequence) on the worker, and release its slot."""
+        """End a sequence's row (its state on the worker), and make the slot available to other sequences."""
         if row.is_decoding:
             self.decoding.leave(row)
         self.active.pop(row, None)
@@ -149,7 +157,8 @@ class WorkerRows:
         row.vacate()
 
     def vacate_group(self, group: SequenceGroup) -> None:
-        """End all rows of a request on the worker, and release all its slots, including reserved slots."""
+        """End the rows of all sequences of a request on the worker, and release the request's slots, including reserved
+        slots. A row is the worker's state of one running sequence."""
         for row in group.open_rows:
             self.vacate(row)
         self.slots.give_back_reserved(group)
@@ -157,11 +166,11 @@ class WorkerRows:
             group.beam.forget_step()
 
     def repeat(self, row: Row) -> None:
-        """Handle a row (running sequence) that could not sample in the oldest plan, because its grammar mask was not
-        ready. The worker computes the row's last position again in the next plan.
+        """Make the worker compute the last position of a sequence again in the next plan. The sequence could not sample
+        in the oldest plan, because its grammar mask was not ready.
 
-        Each plan in flight then does the work that the preceding plan was to do. A decoding row without a first token
-        is planned individually until it has a token, because its result needs individual handling.
+        Each plan in flight then does the work that the preceding plan was to do for this sequence. A decoding sequence
+        that has no output token yet is planned individually until it has a token.
         """
         decodes = row.is_decoding and row.sequence.first_token_at is not None
         if decodes:
@@ -178,10 +187,10 @@ class WorkerRows:
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """A step plan while the scheduler builds it: the work of one step on the worker.
+    """A step plan that the scheduler is building: the computation for one step on the worker.
 
-    Decoding rows compute one token in every plan without an entry. The block transfers of this step are in the move
-    ledger.
+    Sequences that decode one token in every step need no entry in the plan. The block transfers between device and host
+    in this step are stored in `MoveLedger`.
     """
 
     step: int
@@ -216,26 +225,29 @@ class PlanBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the worker has nothing to do in this plan. Rows to end do not count, because they can be ended
-        by a later plan."""
+        """Return whether the plan has nothing to compute, no sequence to start, no grammar to prepare and no block to
+        transfer. Sequences to delete do not matter here, because a later plan can delete them."""
         return not (self.num_tokens or self.openings or self.added_grammars or self.cache.moves.ordered_by(self.step))
 
     def can_open(self, sequence: Sequence) -> bool:
-        """Return whether the message of this plan has room for the tokens and blocks of another sequence that starts to
-        run. The first such sequence always fits."""
+        """Return whether another sequence may start in this plan without exceeding the size limit of the plan's
+        message. The first sequence that starts in a plan always fits."""
         num_values = self.num_opening_values
         return not num_values or num_values + 2 * sequence.num_tokens <= _MAX_OPENING_VALUES
 
     def open(self, opening: RowOpening) -> None:
-        """Add a row opening (the message that allocates a row for a sequence on the worker) to the plan."""
+        """Add the start of a sequence to the plan. `opening` is the message that makes the worker create the state of
+        this sequence."""
         self.openings.append(opening)
         self.num_opening_values += len(opening.token_ids) + len(opening.block_ids)
 
     def rows_to_plan(self) -> Iterator[tuple[SequenceGroup, list[Row]]]:
-        """Iterate over the running sequences (rows) that need a decision in this plan, as (request group, rows of the
-        group), in scheduling order.
+        """Iterate over the running sequences that the scheduler must examine for this plan, as (request, sequences of
+        the request), in scheduling order.
 
-        These are rows with tokens to compute, and decoding rows that need a KV cache block or sample their last token.
+        These are the sequences that are planned individually, and the decoding sequences that need another KV cache
+        block or sample their last token. If the pool has ample free blocks, decoding sequences get their blocks here
+        and are left out.
         """
         due = self.worker_rows.decoding.take_due(self.step)
         for row in due:
@@ -254,9 +266,9 @@ class PlanBuilder:
             yield group, list(group_rows)
 
     def _has_ample_blocks(self, num_due: int) -> bool:
-        """Return whether the pool has enough free KV cache blocks for all running requests in this plan.
+        """Return whether the pool has enough free KV cache blocks for all running sequences in this plan.
 
-        Then no request is preempted, and the order in which blocks are allocated does not matter.
+        Then no request must be preempted, and the blocks can be allocated in any order.
         """
         num_missing = (
             self.cache.room.num_missing_blocks(row.allocation, min(row.num_uncomputed_tokens, self.max_tokens))
@@ -285,9 +297,11 @@ class PlanBuilder:
             num_free -= num_tokens
 
     def share_tokens(self, rows: Iterable[Row]) -> Work:
-        """Return the number of tokens that each running sequence computes in this plan, as (row, number) pairs.
+        """Return how many tokens each of these running sequences computes in this plan, as (row, number of tokens)
+        pairs.
 
-        A decoding row has one token already, and the other rows share the free tokens of the step in order.
+        A decoding sequence computes 1 token, which is already included in the plan's token count. The other sequences
+        get the remaining tokens of the step, in the given order.
         """
         num_free = self.num_free_tokens
         work = []
@@ -304,8 +318,9 @@ class PlanBuilder:
         return work
 
     def compute(self, work: Work) -> None:
-        """Add the computation of these running sequences to the plan, and allocate the KV cache blocks that are missing
-        for it. A row with 0 tokens rests in this step."""
+        """Add the computation of running sequences to the plan, and allocate the KV cache blocks that they still need
+        for it. `work` has the number of tokens for each sequence. With 0 tokens, a sequence is not computed in this
+        step."""
         for row in _tails_to_copy(self.cache, work):
             index, source, target = self.cache.replace_tail(row.allocation)
             self.copies.append((source, target))
@@ -323,8 +338,8 @@ class PlanBuilder:
                 self._plan_row(row, num_tokens)
 
     def _plan_row(self, row: Row, num_tokens: int) -> None:
-        """Add the computation of `num_tokens` positions of a running sequence to the plan. The sequence must have the
-        KV cache blocks for these positions."""
+        """Add the computation of the next `num_tokens` positions of a running sequence to the plan. The sequence must
+        already have the KV cache blocks for these positions."""
         sequence, start = row.sequence, row.allocation.num_computed_tokens
         samples = num_tokens == row.num_uncomputed_tokens
         num_owed = max(0, min(start + num_tokens, sequence.num_prompt_tokens - 1) - start)
@@ -341,8 +356,11 @@ class PlanBuilder:
         self.cache.publish(row.allocation, row.num_settled_tokens)
 
     def add_beam_changes(self, beam_group: BeamGroup) -> None:
-        """Add the changes from the last selection of a beam search to the plan: rows to fork, and tokens to append. The
-        forks create rows in slots that had none."""
+        """Add the result of the last beam selection to the plan: the beams that the worker must fork from another beam,
+        and the token to append to each beam.
+
+        A fork may create a beam in a slot in which the worker has no sequence yet.
+        """
         self.forks.extend(beam_group.forks)
         self.appended_tokens.extend(beam_group.appended)
         self.worker_rows.num_open += len(beam_group.new_slots)
@@ -355,10 +373,10 @@ class PlanBuilder:
             self.cache.slide(row.allocation, row.next_position)
 
     def freeze(self, epoch: int, **others: Collection[Any]) -> StepPlan:
-        """Return the finished plan as the message for the worker.
+        """Return the finished plan as a message for the worker.
 
-        `others` are the columns that are known last: the block transfers between device and host, the slots of ended
-        rows, the grammars to release, and the changed (slot, number of tokens) pairs.
+        `others` are the fields of the message that are known only at the end: block transfers between device and host,
+        slots to clear, grammars to release, and changed numbers of tokens.
         """
         columns: dict[str, tuple[Any, ...]] = {}
         for phase, names in PHASES.items():
@@ -371,15 +389,15 @@ class PlanBuilder:
 
 
 def num_missing_blocks(cache: CacheManager, work: Work) -> int:
-    """Return the number of KV cache blocks that a request must get before it can compute the tokens of `work`, which
-    are given per running sequence."""
+    """Return how many more KV cache blocks must be allocated before the sequences in `work` can compute their
+    tokens."""
     num_missing = sum(cache.room.num_missing_blocks(row.allocation, num_tokens) for row, num_tokens in work)
     return num_missing + len(_tails_to_copy(cache, work))
 
 
 def _tails_to_copy(cache: CacheManager, work: Work) -> list[Row]:
-    """Return the beams that must copy the KV cache block of their next position before they write to it, because
-    another sequence holds the block too (copy-on-write)."""
+    """Return the beams that must copy a KV cache block before they write their next position to it (copy-on-write),
+    because another sequence uses the same block."""
     sharing: dict[int, list[Row]] = {}
     for row, num_tokens in work:
         writes = num_tokens and row.sequence.group.beam is not None
