@@ -52,8 +52,8 @@ class SimulationSettings:
     retention: str = "lru"  # one of RETENTIONS
 
     def check(self, trace: Trace) -> None:
-        """Raise ValueError if the settings contradict each other, or if the scale does not divide the trace's block
-        size."""
+        """Raise ValueError if the settings contradict each other, or if the block sizes are not multiples of the
+        scale."""
         scale = self.speed.scale
         for what, size in (("the block size", self.block_size), ("the trace's block size", trace.block_size)):
             if size % scale:
@@ -76,10 +76,10 @@ class SimulationSettings:
         return min(request.think_s, math.inf if self.max_think_s is None else self.max_think_s)
 
     def tenant(self, session: int, name: str) -> str:
-        """Return the name of the tenant to which a session of the trace belongs. `session` is the index of the session,
-        and `name` is its name.
+        """Return the name of the tenant that sends a session of the trace, or an empty string if the settings define no
+        tenants.
 
-        The result is an empty string if the settings define no tenants.
+        `session` is the index of the session, and `name` is its name.
         """
         if not self.tenant_shares:
             return name if self.has_session_tenants else ""
@@ -89,8 +89,8 @@ class SimulationSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """The times of a request that has finished in a simulation, in seconds of simulated time. `session` and `index`
-    identify the request in the trace."""
+    """The times at which a finished request of a simulation arrived, started and ended, in seconds of simulated time.
+    `session` and `index` identify the request in the trace."""
 
     session: int
     index: int
@@ -102,9 +102,9 @@ class ServedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ServedSession:
-    """The times of a session that has finished in a simulation, in seconds of simulated time.
+    """The times at which a finished session of a simulation started and ended, in seconds of simulated time.
 
-    `alone_s` is the time that the session would need without other sessions, with a prefix cache that never evicts.
+    `alone_s` is how long the session would take if no other session ran and the prefix cache never evicted blocks.
     """
 
     session: int
@@ -117,8 +117,8 @@ class ServedSession:
 class SimulatedRun:
     """The results of a simulation of one trace.
 
-    `gaps` counts the seconds between tokens of the scheduler's core. Each of these tokens represents `scale` tokens of
-    the trace.
+    `gaps` maps each time between two successive simulated tokens, in seconds, to the number of times it occurred. Each
+    simulated token represents `scale` tokens of the trace.
     """
 
     requests: list[ServedRequest] = field(default_factory=list)
@@ -136,12 +136,11 @@ class SimulatedRun:
 
 
 class Belady(ReturnEstimate):
-    """An estimate of session returns that knows the future from the trace: the session whose next request comes last
-    loses its KV cache blocks first.
+    """A cache eviction rule that knows the future: the session whose next request in the trace comes last loses its KV
+    cache blocks first.
 
     After Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", 1966. Sessions have the same names
-    as in the trace. The estimate knows when a session's next request arrives, but not how long the request will then
-    wait.
+    as in the trace. The rule knows when a session's next request arrives, but not how long the request will then wait.
     """
 
     def __init__(self, trace: Trace, think_s: Callable[[TraceRequest], float]) -> None:
@@ -167,10 +166,8 @@ class _ActiveSession:
 
 
 class Simulation(Observer):
-    """A simulation of the scheduler with one policy on one trace of requests.
-
-    The simulation acts as all clients, and observes the step loop. `run` may be called once.
-    """
+    """A simulation of the scheduler that replays one trace of requests under one scheduling policy. It plays the part
+    of all clients, and records the results of each step. `run` may be called only once."""
 
     def __init__(self, trace: Trace, policy: Policy, settings: SimulationSettings) -> None:
         """Create a simulation with a simulated worker. Raises ValueError if the settings do not fit the trace."""
@@ -221,8 +218,8 @@ class Simulation(Observer):
     def run(self, progress: Callable[[SimulatedRun, float], None] | None = None) -> SimulatedRun:
         """Simulate the whole trace, and return the results.
 
-        `progress` is called after each step with the results so far and the simulated time in seconds. Raises
-        RuntimeError if the simulation ends with unfinished requests, because the scheduler does not run them.
+        After each step, `progress` is called with the results so far and the simulated time in seconds. Raises
+        RuntimeError if the scheduler leaves requests unfinished.
         """
         self._progress = progress or (lambda run, now: None)
         for _ in range(min(len(self._unstarted), self._settings.max_sessions or NO_LIMIT)):
@@ -272,8 +269,8 @@ class Simulation(Observer):
         self._open[sample.sequence_id] = session
 
     def _continue_session(self, session: _ActiveSession) -> None:
-        """Continue a session after one of its requests has ended: schedule the session's next request, or start another
-        session if this session has ended."""
+        """Continue after a request of a session has ended: schedule the session's next request. If the session has no
+        more requests, start another session."""
         session.index += 1
         requests = self._trace.sessions[session.session].requests
         if session.index < len(requests):

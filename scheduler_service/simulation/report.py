@@ -32,11 +32,11 @@ _ROWS = (
 
 
 def figures(run: SimulatedRun, settings: SimulationSettings, ttft_goal_s: float | None = None) -> dict[str, Any]:
-    """Return the measurements of a simulated run as plain data for JSON, for example makespan, time to first token and
-    cache hits.
+    """Return the measurements of a simulated run as plain data for JSON, for example total time, time to first token
+    and cache hits. A measurement that does not exist is None.
 
-    A measurement that does not exist is None. `ttft_goal_s` is the longest time to first token, in seconds, with which
-    a request counts for the goodput. If it is None, no goodput is computed.
+    Goodput counts only the requests whose time to first token is at most `ttft_goal_s` seconds. If the goal is None, no
+    goodput is computed.
     """
     assert run.stats is not None
     scale, stats = settings.speed.scale, run.stats
@@ -110,8 +110,9 @@ def summary(weighted: Iterable[tuple[float, int]]) -> dict[str, float] | None:
 def fairness(run: SimulatedRun) -> float | None:
     """Return Jain's fairness index over the slowdowns of the sessions in a simulated run, or None without sessions.
 
-    The slowdown of a session is its time divided by the time that it would need alone, with a prefix cache that never
-    evicts. The index is 1 if all sessions are slowed equally, and 1/n if one of n sessions has the whole delay.
+    A session's slowdown is its duration divided by its duration alone, with a prefix cache that never evicts blocks.
+    The index is 1 if all sessions have the same slowdown. It falls towards 1/n if one of n sessions is slowed much more
+    than all others.
     """
     slowdowns = [
         (session.ended_at - session.started_at) / session.alone_s for session in run.sessions if session.alone_s
@@ -123,8 +124,8 @@ def fairness(run: SimulatedRun) -> float | None:
 def _token_gaps(run: SimulatedRun, settings: SimulationSettings) -> Iterable[tuple[float, int]]:
     """Yield the times between successive output tokens of the trace, as (seconds, count).
 
-    One token of the scheduler's core represents `scale` tokens of the trace. All but one of these tokens follow at the
-    decode rate. The remaining token has the rest of the gap, including any wait.
+    One simulated token represents `scale` tokens of the trace. All but one of these follow each other at the decode
+    rate. The remaining token gets the rest of the measured time, including any wait.
     """
     scale, usual_s = settings.speed.scale, 1 / settings.speed.decode_rate
     for gap, count in run.gaps.items():

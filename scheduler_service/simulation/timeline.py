@@ -9,10 +9,8 @@ from scheduler_service.serving.step_loop import StepLoop
 
 
 class Timeline(Clock):
-    """A clock of simulated time, with a queue of future events.
-
-    A heap orders all events by (time, number). Events at the same time happen in the order in which they were added.
-    """
+    """A clock of simulated time with a queue of future events. Events at the same time happen in the order in which
+    they were added, because the heap orders events by (time, number)."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -39,10 +37,8 @@ class Timeline(Clock):
         self.at(self.time + delay, action, *args)
 
     def drive(self, loop: StepLoop, wake_seconds: Callable[[], float]) -> None:
-        """Run all events of the simulation in order of time, until no event is left.
-
-        The step loop runs `wake_seconds()` seconds of simulated time after it becomes due.
-        """
+        """Run all events in order of simulated time, until no event is left. The step loop runs `wake_seconds()`
+        simulated seconds after it has work to do."""
         while self._heap:
             self.time, _, action, args = heappop(self._heap)
             action(*args)
@@ -51,7 +47,7 @@ class Timeline(Clock):
                 self.after(wake_seconds(), self._take_turn, loop)
 
     def catch_up(self) -> None:
-        """Run all events that are due at the present simulated time, before the step loop continues."""
+        """Run all events up to the present simulated time, before the step loop continues."""
         while self._heap and self._heap[0][0] <= self.time:
             _, _, action, args = heappop(self._heap)
             action(*args)

@@ -85,17 +85,16 @@ def read_trace(path: Path, max_requests: int | None = None) -> Trace:
 
 
 class TraceContent:
-    """The generator of token ids for the prompts and outputs of a trace. A trace describes content only by block ids.
+    """Generates token ids for the prompts and outputs of a trace, which contains only ids of blocks instead of text.
 
-    Every block id stands for a number, and all tokens of the block are this number. So equal blocks have equal tokens.
-    Tokens that no block id describes belong to one request alone, and have a number that no other request uses.
+    All tokens of a block are the same number, which is derived from the block's id. So equal blocks have equal tokens.
+    If a request has tokens that no block id describes, they get a number that no other request uses.
     """
 
     def __init__(self, trace: Trace, scale: int) -> None:
         """Create the generator of a trace's token ids.
 
-        `scale` is the number of the trace's tokens that one generated token represents. It must divide the trace's
-        block size.
+        One generated token represents `scale` tokens of the trace. The scale must divide the trace's block size.
         """
         self._trace = trace
         self._scale = scale
@@ -108,7 +107,7 @@ class TraceContent:
             *self._bases, self._num_contents = accumulate(num_ids, initial=0)
 
     def tokens(self, session: int, index: int) -> tuple[list[int], list[int]]:
-        """Return the prompt and the output of a request, each as a list of token ids that is not empty.
+        """Return the token ids of a request's prompt, and the token ids of its output. Neither list is empty.
 
         `session` is the index of the session in the trace. `index` is the index of the request in the session.
         """
@@ -134,7 +133,7 @@ class TraceContent:
 
 
 def _num_ids(prompts: Iterable[BlockRuns]) -> int:
-    """Return the number of block ids from 0 to the greatest block id in the prompts."""
+    """Return the number of possible block ids in the prompts: the greatest block id plus 1."""
     return max((first + count for runs in prompts for first, count in runs), default=0)
 
 
@@ -190,8 +189,8 @@ def _read(path: Path, lines: IO[str], max_requests: int | None) -> Trace:
 
 
 def _limited(sessions: Iterable[TraceSession], max_requests: int | None) -> Iterator[TraceSession]:
-    """Yield the sessions of a trace until they have `max_requests` requests together. The last session is cut off if
-    necessary. None means no limit."""
+    """Yield the sessions of a trace, up to `max_requests` requests in total. If necessary, the last session is cut
+    short. None means no limit."""
     num_requests = 0
     for session in sessions:
         if max_requests is not None and num_requests + len(session.requests) >= max_requests:
@@ -225,10 +224,8 @@ def _agent_sessions(path: Path, lines: Iterable[str], block_sizes: set[int]) -> 
 
 
 def _requests_of(entries: list[dict[str, Any]], block_size: int) -> tuple[TraceRequest, ...]:
-    """Return the requests of a session, from the entries of an agent trace.
-
-    A request needs the prompt tokens that are not in the longest common prefix with the session's previous prompt.
-    """
+    """Build the requests of a session from its entries in an agent trace. A request must compute the prompt tokens that
+    follow the longest common prefix with the session's previous prompt."""
     requests: list[TraceRequest] = []
     for entry in entries:
         runs = tuple((int(first), int(count)) for first, count in entry["blocks"])

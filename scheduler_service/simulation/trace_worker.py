@@ -14,10 +14,10 @@ from scheduler_service.simulation.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """The speed of a simulated worker: how long it takes to compute tokens and to move KV cache blocks.
+    """The speed of a simulated worker: how fast it computes tokens and moves KV cache blocks.
 
-    The worker computes prompts one after another, and decodes any number of rows beside them at one rate. Block
-    transfers between device and host overlap with both.
+    The worker computes prompts one after another. At the same time, it decodes any number of sequences at one fixed
+    rate, and transfers blocks between device and host.
     """
 
     prefill_rate: float  # prompt tokens per second
@@ -29,44 +29,46 @@ class WorkerSpeed:
 
     @property
     def max_step_tokens(self) -> int:
-        """The token budget of a simulated step, including the tokens of decoding rows.
+        """The largest number of tokens in a simulated step, including the tokens of decoding sequences.
 
-        The default is the number of prompt tokens that the worker can compute while every row decodes one token.
+        The default is the number of prompt tokens that the worker can compute in the time in which it decodes one
+        token.
         """
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(1, round((1 / self.decode_rate - self.step_overhead_s) * self.prefill_rate))
 
     def prompt_s(self, num_tokens: float) -> float:
-        """Return the seconds in which the simulated worker computes `num_tokens` prompt tokens of the trace, in steps
-        that are as full as possible."""
+        """Return how many seconds the simulated worker needs to compute `num_tokens` prompt tokens of the trace, if
+        each step computes as many tokens as allowed."""
         return num_tokens / self.prefill_rate + math.ceil(num_tokens / self.max_step_tokens) * self.step_overhead_s
 
     def step_s(self, num_prompt_tokens: int, num_decoding_rows: int) -> float:
-        """Return the duration of a simulated step in seconds: the time to compute its prompt tokens.
+        """Return the duration of a simulated step in seconds. It is the time to compute the step's prompt tokens.
 
-        If any rows decode, the duration is at least the time to decode one token of the scheduler's core.
+        If any sequence decodes in the step, the duration is at least the time to decode one simulated token.
         """
         prompt_s = self.prompt_s(num_prompt_tokens * self.scale)
         return max(prompt_s, self.scale / self.decode_rate) if num_decoding_rows else prompt_s
 
     def transfer_s(self, num_tokens: int) -> float:
-        """Return the seconds in which the simulated worker moves the KV cache of `num_tokens` tokens of the core
-        between device and host, one way."""
+        """Return how many seconds the simulated worker needs to move the KV cache of `num_tokens` simulated tokens from
+        the device to the host, or back."""
         return num_tokens * self.scale / self.transfer_rate
 
     def alone_s(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
-        """Return the seconds that a request would take if the simulated worker computed nothing else.
+        """Return how many seconds a request would take if the simulated worker computed no other request.
 
-        The lengths are in tokens of the trace. The first output token comes with the last prompt token.
+        The lengths are in tokens of the trace. The first output token is sampled in the step that computes the last
+        prompt token.
         """
         return self.prompt_s(num_prompt_tokens) + (num_output_tokens - 1) / self.decode_rate
 
 
 @dataclass(slots=True)
 class TraceRow:
-    """The simulated worker's state of one running sequence: the number of tokens to compute before its next sample, and
-    its output from the trace."""
+    """The simulated worker's state of one running sequence: how many tokens it still has to compute before it samples,
+    and the output to return, which is known from the trace."""
 
     output: list[int]
     num_sampled: int
@@ -75,11 +77,11 @@ class TraceRow:
 
 
 class TraceWorker:
-    """A simulated worker: it computes nothing, and answers each plan with tokens of the trace after a modelled time.
-    Requests must have one sample each.
+    """A simulated worker. It runs no model: it answers each plan with output tokens from the trace, after a time
+    computed from its speed settings. Requests must have one sample each.
 
-    Block transfers between device and host overlap with computation. The transfers of a plan start after the transfers
-    of the plan before.
+    Block transfers between device and host run at the same time as computation. The transfers of a plan start after the
+    transfers of the preceding plan.
     """
 
     def __init__(self, speed: WorkerSpeed, block_size: int, timeline: Timeline, loop: StepLoop) -> None:
@@ -93,9 +95,11 @@ class TraceWorker:
         self._moves_end_at = 0.0
 
     def send(self, plan: StepPlan) -> None:
-        """Start the simulation of a plan. The result reaches the step loop after the modelled time.
+        """Receive a plan from the scheduler, and simulate it. The result reaches the step loop after the simulated
+        duration of the step.
 
-        Raises NotImplementedError for forks, block copies and beams, which requests with one sample do not have.
+        Raises NotImplementedError if the plan has forks, block copies or beams. Requests with one sample do not need
+        them.
         """
         if plan.fork_target_slots or plan.copy_source_blocks or plan.append_token_slots:
             raise NotImplementedError("the simulated worker supports neither forks nor beams")
@@ -122,8 +126,8 @@ class TraceWorker:
         self._timeline.after(duration_s, self._loop.exchange.result, result)
 
     def close(self, reason: str) -> None:
-        """Raise RuntimeError with `reason`. The scheduler closes a worker only if the worker violates the protocol, and
-        that would be a bug in the simulation."""
+        """Raise RuntimeError with `reason`. The scheduler closes a worker that violates the protocol, and only a bug in
+        the simulation can cause that."""
         raise RuntimeError(reason)
 
     def _patch(self, plan: StepPlan) -> None:
@@ -140,7 +144,8 @@ class TraceWorker:
             self._rows[slot].work = num_tokens
 
     def _move(self, plan: StepPlan) -> None:
-        """Simulate the block transfers of a plan. Both directions run at once, after the transfers of earlier plans."""
+        """Simulate the block transfers of a plan. Transfers to the host and to the device run at the same time. They
+        start after the transfers of earlier plans."""
         num_blocks = max(len(plan.swap_out_device_blocks), len(plan.swap_in_device_blocks))
         if num_blocks:
             self._moves_end_at = max(self._moves_end_at, self._timeline.time)
