@@ -40,11 +40,13 @@ class Scoring:
 
 
 class Selection(NamedTuple):
-    """The KV cache blocks to read in sparse attention, which does not read all blocks of a sequence.
+    """The KV cache blocks that each sequence reads in sparse attention. Sparse attention reads only some blocks of a
+    sequence.
 
     Attributes:
-        blocks: [S, num_kv_heads, max_selected], the logical blocks that each KV head of a row reads: indexes into the
-            block table of the row, each at most once, in any order. The kernels require int32 and dense memory.
+        blocks: [S, num_kv_heads, max_selected], the blocks that each KV head of a row (one running sequence) reads.
+            Each entry is an index into the block table of the row. An index occurs at most once; the order is free. The
+            kernels require int32 and dense memory.
         num_blocks: [S, num_kv_heads], the number of valid entries of each list in `blocks`. The entries after them may
             have any value. The kernels require int32 and dense memory.
     """

@@ -12,13 +12,14 @@ _SCALE_BYTES = torch.float32.itemsize
 
 
 def row_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the number of elements in one row of a KV cache of `dtype`: the values of one head at one position, and
-    the scale if the dtype has one."""
+    """Return the number of elements in one row of a KV cache. A row stores the values of one head at one position, and
+    is followed by the bytes of a float32 scale if `dtype` is int8."""
     return head_dim + _SCALE_BYTES if dtype == SCALED else head_dim
 
 
 def head_dim_of(cache: Tensor) -> int:
-    """Return the head_dim, without the scale, of a KV cache of shape [..., row_size]."""
+    """Return the number of values in each head (head_dim) of a KV cache of shape [..., row_size]. The scale at the end
+    of a row is not counted."""
     return cache.shape[-1] - _SCALE_BYTES if cache.dtype == SCALED else cache.shape[-1]
 
 
@@ -51,10 +52,12 @@ def read_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TokenRows:
-    """The key cache or the value cache of one layer, viewed as one long table with one row per position.
+    """The key cache or the value cache of one layer as one long table, so that torch can read and write tokens by
+    index.
 
-    Position `offset` of a block is cache row `block_id * block_stride + offset`. The rows between the positions of two
-    blocks belong to other parts of a block, and no index refers to them.
+    Each row of the table contains the heads of one position. Position `offset` of block `block_id` is in row `block_id
+    * block_stride + offset`, where block_stride is the distance between two blocks in rows. If blocks are further apart
+    than their positions need, the table also has rows between the blocks. No index may refer to these rows.
     """
 
     def __init__(self, cache: Tensor) -> None:
@@ -70,13 +73,13 @@ class TokenRows:
         self._rows = rows.view(torch.uint8) if cache.dtype in EIGHT_BITS else rows
 
     def write(self, indexes: Tensor, values: Tensor) -> Tensor:
-        """Write the key or value heads of N tokens, [N, num_kv_heads, head_dim], to the cache rows `indexes` [N].
-        Return the values as `read` will return them, after rounding to the cache's dtype."""
+        """Write the key or value heads of N tokens, [N, num_kv_heads, head_dim], to the rows `indexes` [N] of the
+        table. Return the values after rounding to the cache's dtype, as a later `read` returns them."""
         rows = write_rows(values, self._dtype)
         self._rows.index_copy_(0, indexes, rows.view(self._rows.dtype))
         return read_rows(rows, values.dtype)
 
     def read(self, indexes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the key or value heads, [N, num_kv_heads, head_dim], of the cache rows `indexes` [N], converted to
-        `dtype`."""
+        """Return the key or value heads of N tokens, [N, num_kv_heads, head_dim], from the rows `indexes` [N] of the
+        table. The values are converted to `dtype`."""
         return read_rows(self._rows.index_select(0, indexes).view(self._dtype), dtype)

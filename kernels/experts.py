@@ -43,8 +43,9 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
 
 
 def _keep_top_groups(ranked: Tensor, routing: ExpertRouting) -> Tensor:
-    """Rank groups of experts by the sum of their two highest scores, and choose the best groups of each token. Return
-    the scores [T, num_experts], with -inf for the experts of all other groups."""
+    """Choose the best groups of experts for each token, so that the token's experts are then chosen only from these
+    groups. Groups are ranked by the sum of the two highest scores of their experts. Return the scores [T, num_experts],
+    with -inf for the experts of all other groups."""
     groups = ranked.unflatten(1, (routing.num_groups, -1))  # [T, num_groups, experts of a group]
     best = groups.sort(descending=True).values[..., :2].sum(2)
     chosen = best.sort(descending=True, stable=True).indices[:, : routing.num_chosen_groups]
@@ -53,8 +54,8 @@ def _keep_top_groups(ranked: Tensor, routing: ExpertRouting) -> Tensor:
 
 
 def multiply_routed(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None = None) -> Tensor:
-    """Return the expert outputs of a mixture-of-experts layer. A slot is one pair of token and chosen expert, and its
-    output is x W^T + b with the weight and bias of that expert.
+    """Return the expert outputs of a mixture-of-experts layer. Each pair of a token and one of its chosen experts is
+    called a slot. The output of a slot is x W^T + b, with the weight W and the bias b of the slot's expert.
 
     Args:
         x: [T, in_size], one row per token, or [T * num_chosen, in_size], one row per slot.
@@ -63,7 +64,7 @@ def multiply_routed(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | No
         biases: [num_experts, out_size], or None.
 
     Returns:
-        Slots, [T * num_chosen, out_size].
+        The outputs of all slots, [T * num_chosen, out_size].
     """
     experts = ids.flatten()
     slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)

@@ -28,8 +28,8 @@ class RowTables(NamedTuple):
 
 
 class GatheredTokens(NamedTuple):
-    """The new tokens of a step, in the order of the step, with the KV cache slots to which their keys and values are
-    written.
+    """The new tokens of a step, in the order of the step, with the positions in the KV cache to which their keys and
+    values are written.
 
     Attributes:
         token_ids: [T] int64.
@@ -70,14 +70,15 @@ def gather_tokens(
 
 
 def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
-    """Collect the sampling parameters of a step's rows from a table of all rows. Biases, stop tokens and masks are not
-    included.
+    """Look up the sampling parameters of the rows (running sequences) of a step, in a table of all rows. Logit biases,
+    stop tokens and masks are not in the table.
 
     Args:
-        lines: [len(FLOATS) + len(INTEGERS), num_slots] int32, one line per parameter. Floats are stored by their bits.
+        lines: [len(FLOATS) + len(INTEGERS), num_slots] int32, one line per parameter. A float is stored as the int32
+            number with the same bits.
         seeds: [num_slots] int64.
         slots: [R] int32, the slot of each row.
-        num_tokens: [R] int32, used as the column `num_tokens` without change.
+        num_tokens: [R] int32, the number of tokens of each row. The result contains it unchanged.
     """
     num_rows = len(slots)
     padded = F.pad(slots, (0, -num_rows % ALIGNMENT))  # so that each column starts at a multiple of ALIGNMENT

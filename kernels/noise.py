@@ -56,11 +56,11 @@ def noise_keys(seeds: Numbers, sample_indexes: Numbers, positions: Numbers) -> N
 
 
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Return standard Gumbel noise for every token of the vocabulary, [R, vocab_size] float32, for one noise key per
-    row, [R].
+    """Return random noise with the standard Gumbel distribution for every token of the vocabulary, [R, vocab_size]
+    float32. `keys` [R] contains one noise key per row.
 
-    The noise is computed from a uniform random number with 23 random bits plus half a step. This number is exact in
-    float32 and never 0 or 1.
+    The noise is computed from a uniform random number (k + 0.5) / 2**23, where k has 23 random bits. This number is
+    exact in float32 and never 0 or 1.
     """
     token_hashes = (torch.arange(vocab_size, device=keys.device) * TOKEN_MULTIPLIER).bitwise_and_(_MASK)
     hashes = fmix32(keys.unsqueeze(1) ^ token_hashes)

@@ -60,8 +60,8 @@ def round_scale(exact: Tensor) -> Tensor:
 
 
 def _furthest_from_zero(groups: Tensor) -> Tensor:
-    """Return the value of each group that is furthest from 0, with its sign. Among equal distances, the first value
-    counts."""
+    """Return the value with the largest absolute value in each group, with its sign. If several absolute values are
+    equal, the first value is returned."""
     return groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
 
 
@@ -72,16 +72,15 @@ def _rounded_away(values: Tensor) -> Tensor:
 
 
 def mxfp4_codes(packed: Tensor) -> Tensor:
-    """Unpack bytes that contain two MXFP4 numbers each. Return twice the numbers, which are integers, as int8 [number
-    of bytes, 2]. The bytes may have any shape."""
+    """Unpack MXFP4 numbers to int8 codes. A byte contains two MXFP4 numbers. A code is twice the number, because this
+    is always an integer. Return the codes as [number of bytes, 2]. The bytes may have any shape."""
     return _PAIRS.view(torch.int16).flatten().index_select(0, packed.flatten().int()).view(torch.int8).view(-1, 2)
 
 
 def mxfp4_scales(exponents: Tensor, codes: Tensor) -> Tensor:
-    """Convert the shared exponents of MXFP4 groups to scales: half the power of two of each exponent byte, in float32
-    and in the shape of `exponents`.
-
-    The exponent byte 255 gives NaN.
+    """Convert the shared exponents of MXFP4 groups to float32 scales, in the shape of `exponents`. A scale is half the
+    power of two that the exponent byte specifies, because `mxfp4_codes` doubles the numbers. The exponent byte 255
+    gives NaN.
 
     Args:
         exponents: the E8M0 bytes.

@@ -76,10 +76,11 @@ class SamplingColumns(NamedTuple):
 
     @staticmethod
     def of(lines: Tensor, seeds: Tensor, num_tokens: Tensor) -> "SamplingColumns":
-        """Build the sampling parameters from a table, without biases, stop tokens and masks.
+        """Build the sampling parameters of N rows (running sequences) from lines of a table. Logit biases, stop tokens
+        and masks are left at their defaults.
 
-        `lines` is int32 with one line per parameter, in the order of `FLOATS` and `INTEGERS`. Floats are stored by
-        their bits.
+        `lines` is int32 with one line per parameter, in the order of `FLOATS` and `INTEGERS`. A float is stored as the
+        int32 number with the same bits.
         """
         floats, integers = lines[: len(FLOATS)].view(torch.float32), lines[len(FLOATS) :]
         columns = dict(zip((*FLOATS, *INTEGERS), (*floats, *integers), strict=True))
@@ -195,12 +196,11 @@ def count_tokens(
     token_counts: Tensor, slots: Tensor, token_ids: Tensor, start_loc: Tensor, num_prompt_tokens: Tensor
 ) -> None:
     """Count how often each token occurs in N sequences, for repetition, presence and frequency penalties. The counts
-    are stored in the sequences' lines of `token_counts`, [num_slots, vocab_size] int32.
-
-    The previous content of these lines is replaced.
+    are stored in `token_counts`, [num_slots, vocab_size] int32. Each sequence has one line (its slot), whose previous
+    counts are replaced.
 
     Args:
-        slots: [N], no line twice.
+        slots: [N], the line of each sequence, without duplicates.
         token_ids: [T]; the tokens of sequence i are start_loc[i] to start_loc[i + 1], its prompt first.
         start_loc: [N + 1].
         num_prompt_tokens: [N].
@@ -215,8 +215,8 @@ def count_tokens(
 def logprob_columns(
     logits: Tensor, token_ids: Tensor, num_top: int, listed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the log-probability and rank of one chosen token in each of N rows, and the most likely tokens of each row
-    with their log-probabilities.
+    """For one chosen token in each of N rows (sequences), return its log-probability and its rank. Also return the most
+    likely tokens of each row with their log-probabilities.
 
     Args:
         logits: [N, vocab_size] float32.
@@ -239,11 +239,12 @@ def logprob_columns(
 
 
 def most_likely(logits: Tensor, num_top: int) -> Tensor:
-    """Return the ids of the `num_top` tokens with the highest logits in each row, [N, num_top]. The highest logit comes
-    first, and among equal logits the lowest id.
+    """Return the ids of the `num_top` tokens with the highest logits in each row, [N, num_top], in descending order of
+    the logits. Tokens with equal logits are in ascending order of their ids.
 
-    Among equal logits `topk` may return any tokens, depending on k. So this function requests one more token than it
-    needs. Only if that token equals the last one does it search all equal tokens for the lowest ids.
+    If logits are equal, `topk` may return any of the tokens, depending on k. Therefore the function requests one token
+    more than it needs. If the logit of this token equals the logit of the last needed token, it searches the whole row
+    for the lowest ids with this logit.
     """
     if num_top == logits.shape[1]:
         return logits.sort(dim=1, descending=True, stable=True).indices
@@ -262,21 +263,21 @@ def most_likely(logits: Tensor, num_top: int) -> Tensor:
 
 
 def _host_knows(tensor: Tensor) -> bool:
-    """Return whether the host can read the values of a tensor immediately, without waiting for a GPU."""
+    """Return whether a tensor is in CPU memory, so that Python can read its values without waiting for a GPU."""
     return tensor.is_cpu
 
 
 def _in_order(values: Tensor, token_ids: Tensor) -> Tensor:
-    """Sort some token ids of each row, [N, num], by their values. The highest value comes first, and among equal values
-    the lowest id."""
+    """Sort the given token ids of each row, [N, num], in descending order of `values`. Tokens with equal values are in
+    ascending order of their ids."""
     token_ids, order = token_ids.sort(dim=1)
     order = values.gather(1, order).sort(dim=1, descending=True, stable=True).indices
     return token_ids.gather(1, order)
 
 
 def _lowest_of_equals(logits: Tensor, token_ids: Tensor, last: Tensor) -> Tensor:
-    """Replace tokens at the end of each row's list of most likely tokens, so that among tokens with equal logits the
-    lowest ids are listed. Return the list, [N, num_top].
+    """Correct the end of each row's list of most likely tokens. If several tokens have the lowest listed logit, the
+    list must contain those with the lowest ids. Return the list, [N, num_top].
 
     `last` [N, 1] contains the logit of the last token in each list.
     """
@@ -337,8 +338,8 @@ def _choose(logits: Tensor, columns: SamplingColumns, row: int) -> int:
 
 
 def lowest_kept(scaled: Tensor, top_k: int, top_p: float, min_p: Tensor) -> Tensor:
-    """Return the lowest value that the top-k, top-p and min-p filters keep, as a float32 tensor. All tokens with a
-    lower value are dropped.
+    """Return the lowest value that the top-k, top-p and min-p filters keep, as a float32 tensor. The caller must drop
+    all tokens with a lower value.
 
     `scaled` [vocab_size] contains the logits divided by the temperature, with a highest value of 0.
     """

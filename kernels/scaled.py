@@ -95,8 +95,8 @@ def multiply(
 
 
 def _sum_products(rows: Tensor, weight: Tensor) -> Tensor:
-    """Return the matrix multiplication of rounded rows and weight^T, without applying the scales: float32 [T,
-    out_size]."""
+    """Return the matrix product of activations rounded to 8 bits and weight^T, float32 [T, out_size]. The scales are
+    not applied."""
     if rows.dtype == torch.int8:  # float64 sums are exact on every device
         return (rows.double() @ weight.double().T).float()
     return rows.float() @ weight.float().T

@@ -19,10 +19,10 @@ _FLOATS = torch.arange(256, dtype=torch.uint8).view(FLOAT8).float()
 
 
 def unit_size(element: torch.dtype, group_size: int, in_size: int) -> int:
-    """Return the number of inputs that share a scale when the CPU kernels pack a quantised weight into panels. A larger
-    group may be divided into several units.
+    """Return the size of the units into which the CPU kernels divide the quantization groups of a weight when they pack
+    it. The inputs of a unit share a scale. The unit is the group itself or a part of it.
 
-    Return 0 if groups of this size cannot be packed into panels.
+    Return 0 if groups of this size cannot be packed.
     """
     unit = math.gcd(group_size, in_size, _MAX_UNITS[element])
     is_cut = element == torch.int8 and in_size % group_size
@@ -31,8 +31,8 @@ def unit_size(element: torch.dtype, group_size: int, in_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """The memory format of a model's weight, known before the weight is read from the checkpoint. The weight may turn
-    out to use less memory."""
+    """The memory format of a weight as far as it is known before the weight is read from the checkpoint. The weight
+    that is then read may need less memory."""
 
     element: torch.dtype  # float32, bfloat16, float16 (values), or int8 (codes), float8_e4m3fn
     group_size: int = 0  # inputs that share a scale, for codes a multiple of 16; 0: no scales
@@ -52,10 +52,7 @@ class StoredFormat:
 
     def num_bytes(self, out_size: int, in_size: int) -> int:
         """Estimate the memory, in bytes, of a weight [out_size, in_size] of this format after the CPU kernels have
-        packed it.
-
-        The CPU kernels must support the group size: `unit_size` must not be 0.
-        """
+        packed it. The CPU kernels must support the group size, so `unit_size` must not be 0."""
         num_scales, has_factors = 1 + self.has_minima, self.has_factors and in_size % BLOCK == 0
         scale_bytes = 1 if has_factors or self.has_power_scales else 2 if self.has_half_scales else 4
         groups = in_size // unit_size(self.element, self.group_size, in_size)
@@ -139,8 +136,8 @@ class StoredWeight:
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def with_each(self, change: Callable[[Tensor], Tensor]) -> "StoredWeight":
-        """Apply `change` to each tensor of this weight (values, scales and so on), and return a weight of the results.
-        `change` may select or reorder outputs, but must not alter the inputs."""
+        """Return a new weight in which each tensor (values, scales and so on) is replaced by `change(tensor)`. `change`
+        may select or reorder outputs, but must not alter the inputs."""
         changed = {name: change(part) for name, part in self.parts().items()}
         return replace(self, **changed)  # type: ignore[arg-type]
 
@@ -149,8 +146,8 @@ class StoredWeight:
         return self.with_each(lambda part: part[rows])
 
     def cut(self, columns: slice) -> "StoredWeight":
-        """Return the weight with only the inputs (columns) of the slice `columns`, for example one rank's part. The
-        slice must start and end at the bounds of groups of inputs that share a scale."""
+        """Return the weight with only the inputs (columns) in the slice `columns`, for example the part that one rank
+        computes. The slice must begin and end between groups of inputs that share a scale."""
         if columns == slice(None):
             return self
         whole = self.without_factors()  # because the slice may cut blocks of 256 inputs
@@ -165,7 +162,8 @@ class StoredWeight:
         return replace(whole, values=values, group_size=min(size, stop - first), **groups)
 
     def without_factors(self) -> "StoredWeight":
-        """Return the same weight without shared factors: the factors are multiplied into the scales and minima."""
+        """Multiply the scales and minima by the factors that they share, and return the weight in this form. The
+        represented values do not change."""
         if self.scale is None or self.scale_factor is None:
             return self
         per_block = BLOCK // self.group_size

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def load_kernels(build: Build) -> CpuKernels | BuildError:
-    """Load the CPU kernels for `build`, and compile them if necessary. If this is not possible, return the error and
-    log a warning.
+    """Load the CPU kernels that `build` describes, and compile them if necessary. If that fails, log a warning and
+    return the error, so that the caller can compute in plain torch.
 
     The result is cached, so each build is tried once per process. The first call may take seconds, because it compiles
     the kernels.

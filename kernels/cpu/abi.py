@@ -92,7 +92,8 @@ class Structure:
 
 @functools.cache
 def _pointers(name: str) -> Mapping[str, tuple[int, torch.dtype | None]]:
-    """Return the pointer members of a C structure by name. Each has its index in 8-byte words and the torch dtype of
-    the values to which it points, or None for other types."""
+    """Return the members of a C structure that are pointers, keyed by name. The value for each member is a tuple: its
+    index in the structure in 8-byte words, and the torch dtype of the values to which it points. The dtype is None if
+    the pointed type is not in `_POINTED`."""
     members = ((name, member) for name, member in ffi.typeof(name).fields if member.type.kind == "pointer")
     return {name: (member.offset // 8, _POINTED.get(member.type.item.cname)) for name, member in members}

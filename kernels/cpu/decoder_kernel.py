@@ -93,11 +93,9 @@ class DecoderKernel:
         self._tokens = Structure("decoder_step")
 
     def _put_fields(self, at: Any, values: Any) -> None:
-        """Fill in the members of a C operation from the fields of the Python operation `values`.
-
-        The type of a value decides how it is stored. A string is the name of a C constant if the member is an enum, and
-        otherwise the name of a buffer.
-        """
+        """Fill in the members of a C structure from the fields of the Python object `values`, which describes one
+        operation of the model. The type of a field's value decides how it is stored. A string is the name of a C
+        constant if the member is an enum, and otherwise the name of a buffer."""
         members = dict(ffi.typeof(at).fields)
         for name in (field.name for field in fields(values)):
             match getattr(values, name):

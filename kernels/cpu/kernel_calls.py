@@ -134,8 +134,9 @@ class CpuKernels:
         return replace(empty, panels=panels)
 
     def _format_of(self, weight: StoredWeight) -> PanelFormat:
-        """Return the panel format that represents a weight exactly in the fewest bits. Raises ValueError if the group
-        size is not supported."""
+        """Return the format in which a weight's panels are stored: the one with the fewest bits that represents the
+        weight exactly. Panels are the memory layout of the C matrix multiplication. Raises ValueError if the group size
+        is not supported."""
         element, values = weight.element, weight.values
         if weight.scale is None:
             return PanelFormat(element)
@@ -159,8 +160,8 @@ class CpuKernels:
         )
 
     def can_gate(self, packed: PackedLinear) -> bool:
-        """Return whether one matmul with this weight can also apply the gate of a gated MLP. The first half of the
-        weight's outputs are the gates of the second half."""
+        """Return whether one matrix multiplication with this weight can also apply the activation of a gated MLP. The
+        first half of the weight's outputs must be the gates of the second half."""
         return bool(self.library.is_gateable(packed.layer))
 
     def quantize(self, values: Tensor, bits: int) -> StoredWeight:
@@ -341,8 +342,8 @@ def _to_c_argument(argument: Any) -> Any:
 
 
 def _is_narrow(weight: StoredWeight) -> bool:
-    """Return whether packed panels can store this weight's scales and minima as int8 and their shared factors as
-    float16, without changing a value."""
+    """Return whether the weight can be packed with scales and minima in int8, and their shared factors in float16,
+    without changing a value."""
     floats = {name: part for name, part in weight.parts().items() if name not in ("values", "zero")}
     dtypes = {name: torch.float16 if name.endswith("factor") else torch.int8 for name in floats}
     return "scale_factor" in floats and all(_represents_exactly(dtypes[name], part) for name, part in floats.items())

@@ -124,7 +124,7 @@ def load_library(build: Build) -> Library:
 
 
 def _remedy(path: Path) -> str:
-    """Return an instruction for the operator, for the error message about a library file that does not load."""
+    """Return advice for the operator, to be added to the error message about a library file that cannot be loaded."""
     if os.statvfs(path.parent).f_flag & os.ST_NOEXEC:
         return f"{path.parent} is mounted noexec: mount it without that, or set PAGEWIRE_CACHE to a folder elsewhere"
     return "remove it, and the next start builds it again"
@@ -177,8 +177,8 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
 
 
 def _build_by_first(place: Path, flags: Sequence[str], build: Build) -> Path:
-    """Return the path, in the folder `place`, of the kernel library that belongs to the first working compiler. Compile
-    the library if it does not exist.
+    """Return the path of the kernel library in the folder `place` that was built with the first working compiler.
+    Compile the library if it does not exist.
 
     Raises BuildError if no compiler works or compilation fails.
     """
@@ -245,10 +245,11 @@ def is_sealed(path: Path) -> bool:
 
 @contextmanager
 def _building(cache: Path, tell: Callable[[str], object]) -> Iterator[Path]:
-    """Create a temporary folder for building the kernels, while holding a lock so that only one process builds at a
-    time. Yield the path of the folder.
+    """Create a temporary folder for building the kernels. Hold a lock until the `with` block ends, so that only one
+    process builds at a time. Yield the path of the folder.
 
-    Folders that killed processes left are removed. Their compilers may still write to these folders until they end.
+    Folders of processes that were killed during a build are removed first. The compilers of such a process may still
+    run for a while and write to its folder.
     """
     cache.mkdir(parents=True, exist_ok=True)
     lock = _open_lock(cache / "lock")
@@ -268,9 +269,11 @@ def _building(cache: Path, tell: Callable[[str], object]) -> Iterator[Path]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file of the build cache, for writing if permitted, else for reading. Return the file descriptor.
+    """Open the lock file of the build cache and return the file descriptor. The file is opened for writing if
+    permitted, else for reading.
 
-    NFS locks only files that are open for writing. Other file systems can also lock the file of another user.
+    NFS can lock only files that are open for writing. Other file systems can also lock a file that another user owns
+    and that is open only for reading.
     """
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -42,8 +42,8 @@ class PackedLinear:
     Attributes:
         panels: the packed bytes, uint8.
         activation: the dtype to which a matmul rounds its input. It is float32, bfloat16 or int8. bfloat16 is used with
-            weights of bfloat16 and float8; denormal numbers count as 0 if the processor has bfloat16 instructions.
-            int8, with a scale for each 32 inputs, is used with codes.
+            weights of bfloat16 and float8; denormal numbers are treated as 0 if the processor has bfloat16
+            instructions. int8 is used with weights that are stored as integer codes; every 32 inputs share a scale.
     """
 
     panels: Tensor

@@ -21,8 +21,8 @@ _INPUTS = {"slots": torch.int64, "starts": torch.int64, "num_new_tokens": torch.
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """The rows (one running sequence each) of one step over a paged KV cache. The new tokens of row i are the last of
-    its seq_lens[i] positions.
+    """The rows of one step over a paged KV cache, as the attention kernels read them. A row is one running sequence.
+    The new tokens of row i are the last of its seq_lens[i] positions.
 
     Build an object with `of` once per step; all layers share it.
     """
@@ -36,8 +36,8 @@ class PagedRows:
     def of(
         query_start_loc: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor, slot_mapping: Tensor
     ) -> "PagedRows":
-        """Build the rows of a step from lists and tensors. Raises ValueError if there are not one block table and one
-        start per row, plus one last start."""
+        """Build the rows of a step from lists and tensors. `query_start_loc` must have one entry per row and one more,
+        and `block_tables` one block table per row; otherwise ValueError is raised."""
         if len(query_start_loc) != len(seq_lens) + 1 or len(block_tables) != len(seq_lens):
             raise ValueError(
                 f"{len(seq_lens)} rows need one block table each and one more start, "
@@ -52,8 +52,8 @@ class PagedRows:
 
 
 def put_rows(step: Structure, rows: PagedRows, num_tokens: int) -> None:
-    """Write the addresses and sizes of a step's rows to the C structure `step`. The structure does not keep the tensors
-    alive."""
+    """Fill in the members of the C structure `step` that describe the running sequences of a step: the addresses and
+    sizes of the tensors in `rows`. The structure does not keep the tensors alive."""
     step.at.num_rows, step.at.max_blocks = rows.block_tables.shape
     step.put(
         query_start_loc=rows.query_start_loc,
@@ -74,8 +74,8 @@ def paged_step(
     key_cache: Tensor,
     value_cache: Tensor,
 ) -> Structure:
-    """Check all arguments of an attention call and return the C structure that describes the call. The structure points
-    into the tensors and does not keep them alive.
+    """Check all arguments of an attention computation, and return them as a C structure to pass to the attention
+    kernel. The structure contains the addresses of the tensors and does not keep the tensors alive.
 
     Raises ValueError if shapes, strides or dtypes do not fit.
     """
@@ -95,8 +95,9 @@ def paged_step(
 def cache_step(
     scoring: Scoring, num_heads: int, query_token_stride: int, key_cache: Tensor, value_cache: Tensor
 ) -> Structure:
-    """Return the C structure of an attention call with only the KV cache and the scoring filled in. Raises ValueError
-    if shapes, strides or dtypes do not fit."""
+    """Return a C structure for the attention kernel in which only the members for the KV cache and for `scoring` are
+    filled in. The caller adds the members that differ from step to step. Raises ValueError if shapes, strides or dtypes
+    do not fit."""
     block_size, num_kv_heads = key_cache.shape[1:3]
     head_dim = head_dim_of(key_cache)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
@@ -132,8 +133,8 @@ def cache_step(
 
 @dataclass(frozen=True, slots=True)
 class FlatRows:
-    """The new tokens of a step as flat tensors: T tokens of S rows (one running sequence each). R of the rows sample a
-    token after the step."""
+    """The new tokens of all rows (running sequences) of a step, concatenated to flat tensors: T tokens of S rows. For R
+    of the rows, a token is sampled after the step."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
@@ -142,23 +143,24 @@ class FlatRows:
 
 
 class TableFlattener:
-    """Collects the inputs of a step from the tables of all rows, and concatenates them to flat tensors. A row is the
-    state of one running sequence, and its slot is its index in the tables.
+    """Builds the input tensors of each step. It copies the new tokens and the block tables of the step's sequences from
+    tables of all running sequences. A row is the worker's state of one running sequence, and its slot is its index in
+    the tables.
 
-    All calls write to the same memory, so a call overwrites the result of the call before.
+    All calls write to the same memory, so each call overwrites the result of the previous call.
     """
 
     def __init__(
         self, library: Any, token_ids: NDArray[np.int32], block_tables: NDArray[np.int32], block_size: int
     ) -> None:
-        """Allocate memory in which the inputs of a step are collected from these tables.
+        """Allocate memory for the inputs of a step, which `flatten` will copy from these tables.
 
         Args:
-            token_ids: [num_slots, any length]; read at each call.
-            block_tables: [num_slots, max_num_blocks]; read at each call.
+            token_ids: [num_slots, any length], the tokens of each row; read at each call of `flatten`.
+            block_tables: [num_slots, max_num_blocks], the KV cache blocks of each row; read at each call of `flatten`.
 
         Raises:
-            ValueError: an array is not contiguous, not int32, or does not have a line for each slot.
+            ValueError: an array is not contiguous, not int32, or the arrays differ in length.
         """
         num_slots = len(token_ids)
         for name, array in (("token_ids", token_ids), ("block_tables", block_tables)):
@@ -192,12 +194,13 @@ class TableFlattener:
         samples: NDArray[np.bool_],
         num_blocks: int,
     ) -> FlatRows:
-        """Return the new tokens of the rows in some slots as flat tensors. Row i is in slot slots[i] and computes
-        num_new_tokens[i] positions from position starts[i] on.
+        """Return the new tokens of the given rows as flat tensors, the inputs of the next step. Row i is in slot
+        slots[i]. The step computes num_new_tokens[i] positions of it, starting at position starts[i].
 
         Args:
-            slots, starts, num_new_tokens, samples: [S]; trusted.
-            num_blocks: the number of blocks that the longest row's positions need; trusted.
+            slots, starts, num_new_tokens, samples: [S]; the values are not checked. `samples` is true for each row
+                whose next token is sampled after the step.
+            num_blocks: the number of KV cache blocks that the longest row needs; not checked.
         """
         num_rows = len(slots)
         sizes = int(num_new_tokens.sum()), num_rows, num_blocks

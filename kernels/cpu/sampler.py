@@ -39,11 +39,13 @@ _EDITS = tuple(name for name in SamplingColumns._field_defaults if name != "logp
 
 
 class TokenHistory(NamedTuple):
-    """The prompt and output tokens of all running sequences, one line per slot. `SamplingColumns.slots` gives the slot
-    of each row. The sampler reads only the lines of rows with penalties.
+    """The prompt and output tokens of all running sequences, for repetition, presence and frequency penalties. Each
+    sequence has a slot, its index in these arrays; see `SamplingColumns.slots`. The sampler reads only the tokens of
+    sequences with penalties.
 
     Attributes:
-        token_ids: [num_slots, max_num_tokens], the prompt first. Entries from a row's num_tokens on are undefined.
+        token_ids: [num_slots, max_num_tokens], the prompt first. The entries after a sequence's last token are
+            undefined.
         num_prompt_tokens: [num_slots].
     """
 
@@ -53,8 +55,8 @@ class TokenHistory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """The distinct prompt and output tokens of all rows that have penalties, concatenated row by row: N tokens in
-    total."""
+    """The distinct tokens in the prompt and output of each row (running sequence) that has penalties. The lists of all
+    rows are concatenated and have N entries in total."""
 
     rows: Indexes  # [N]
     token_ids: Indexes  # [N]
@@ -111,8 +113,9 @@ class TorchSampler:
 
 
 def choose(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
-    """Return the next tokens, [N], of some rows whose logits have already been edited. Rows with temperature 0 use the
-    highest logit, and the other rows draw a random token."""
+    """Choose the next token of each of the N given rows, and return the token ids, [N]. A row with temperature 0 gets
+    the token with the highest logit. For the other rows a random token is drawn. The logits must already be edited
+    (masks, biases and penalties)."""
     token_ids = _argmax(_rows(logits, rows))
     is_drawing = columns.temperature.numpy()[rows] != 0
     if is_drawing.any():
@@ -123,14 +126,16 @@ def choose(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
 def report(
     logits: Tensor, columns: SamplingColumns, token_ids: Indexes, is_nan: NDArray[np.bool_], max_logprobs: int | None
 ) -> SampledTokens:
-    """Combine the chosen tokens with the log-probabilities that rows requested, computed from the edited logits."""
+    """Return the result of a sampling step: the chosen tokens and, for the rows that requested them, log-probabilities
+    computed from the edited logits."""
     reports = _report(logits, columns, token_ids, min(max_logprobs or 0, logits.shape[1]))
     return SampledTokens(torch.from_numpy(token_ids), torch.from_numpy(is_nan), *reports)
 
 
 def _report(logits: Tensor, columns: SamplingColumns, token_ids: Indexes, num_top: int) -> Iterable[Tensor]:
-    """Return the log-probabilities and ranks of the chosen tokens, and the most likely tokens with their
-    log-probabilities. They are the last four columns of `SampledTokens`, in this order."""
+    """Compute the log-probabilities that some rows requested. Return the last four columns of `SampledTokens`, in its
+    order: the log-probabilities and the ranks of the chosen tokens, the most likely tokens, and the log-probabilities
+    of the most likely tokens."""
     num_rows = len(token_ids)
     reporting = np.flatnonzero(columns.num_logprobs.numpy() >= 0)
     if len(reporting) == num_rows > 0:
@@ -147,22 +152,22 @@ def _report(logits: Tensor, columns: SamplingColumns, token_ids: Indexes, num_to
 
 
 def highest_logits(logits: Tensor) -> Tensor:
-    """Return the token id with the highest logit in each row, [R] int64. Among equal logits the lowest id counts. The
-    result is -1 for a row that contains NaN."""
+    """Return the token id with the highest logit in each row, [R] int64. If several logits are equal, the lowest token
+    id is returned. The result is -1 for a row that contains NaN."""
     token_ids = _argmax(logits)  # argmax treats NaN as the highest value, so checking the highest finds every NaN
     token_ids[np.isnan(logits.numpy()[np.arange(len(token_ids)), token_ids])] = -1
     return torch.from_numpy(token_ids)
 
 
 def _argmax(logits: Tensor) -> Indexes:
-    """Return the index of the highest value in each row, [R]. Among equal values the lowest index counts. If a row
-    contains NaN, the index of the first NaN is returned."""
+    """Return the index of the highest value in each row, [R]. If several values are equal, the lowest index is
+    returned. If a row contains NaN, the index of the first NaN is returned."""
     return logits.numpy().argmax(axis=1)
 
 
 def _rows(column: Tensor, rows: Indexes) -> Tensor:
-    """Copy some rows of a column of sampling parameters or of the logits. Indexing through numpy is faster than through
-    torch."""
+    """Return a copy of the given rows of a tensor (the logits or one sampling parameter). The copy is made through
+    numpy, which is faster than indexing in torch."""
     return torch.from_numpy(column.numpy()[rows])
 
 
@@ -211,8 +216,8 @@ def _allowed(columns: SamplingColumns, vocab_size: int) -> NDArray[np.bool_] | N
 
 
 def _penalize(logits: NDArray[np.float32], columns: SamplingColumns, seen: SeenTokens) -> None:
-    """Apply the penalties to the logits in place. The repetition penalty counts prompt and output tokens; the presence
-    and frequency penalties count only output tokens."""
+    """Apply the penalties to the logits in place. The repetition penalty applies to tokens in the prompt or the output.
+    The presence and frequency penalties apply only to tokens in the output."""
     presence, frequency, repetition = (
         column.numpy()[seen.rows]
         for column in (columns.presence_penalty, columns.frequency_penalty, columns.repetition_penalty)
@@ -228,8 +233,9 @@ def _penalize(logits: NDArray[np.float32], columns: SamplingColumns, seen: SeenT
 
 
 def _draw(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
-    """Draw a random token for each of these rows from its probability distribution after the filters. Return the token
-    ids, [D]. `logits` [D, vocab_size] is overwritten."""
+    """Draw a random token for each of the D given rows, and return the token ids, [D]. A token is drawn from the row's
+    probability distribution after the temperature and the top-k, top-p and min-p filters. `logits` [D, vocab_size] is
+    overwritten."""
     # With the highest logit at 0, no temperature, however small, can overflow.
     logits -= logits.amax(1, keepdim=True).clamp_(min=-LARGEST)
     logits /= _rows(columns.temperature, rows).unsqueeze(1)
@@ -245,8 +251,8 @@ def _draw(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
 
 
 def _threshold(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Tensor:
-    """Return the lowest logit of each row that its top-k, top-p and min-p filters keep, [F, 1]. The highest logit of
-    each row must be 0."""
+    """Return the lowest logit that the top-k, top-p and min-p filters of each row keep, [F, 1]. All lower logits are to
+    be dropped. The highest logit of each row must be 0."""
     vocab_size = logits.shape[1]
     top_k, top_p = columns.top_k.numpy()[rows], _rows(columns.top_p, rows).unsqueeze(1)
     threshold = _rows(columns.min_p, rows).unsqueeze(1).log_()  # log(0) is -inf: keeps all
@@ -274,16 +280,17 @@ def _sort(logits: Tensor) -> Tensor:
 
 
 class _Kernel:
-    """A wrapper of the C sampling function. It uses one scratch buffer for all calls, so only one call may run at a
-    time."""
+    """A wrapper of the C function that samples tokens. All calls use the same scratch buffer, so only one call may run
+    at a time."""
 
     def __init__(self, library: Any) -> None:
         self._sample, self._scratch_size = library.sample, library.sampling_scratch_size
         self._scratch = torch.empty(0)
 
     def run(self, step: Structure, logits: Tensor, highest: Tensor | None) -> None:
-        """Sample tokens in C. `step` is the C structure of the call, with all other members filled in. Raises
-        ValueError if `logits` or `highest` has a wrong shape or dtype."""
+        """Sample one token per row with the C function. `step` is the C structure with the arguments; this method adds
+        the logits, `highest`, the scratch buffer and the number of threads. The caller must have filled in all other
+        members. Raises ValueError if `logits` or `highest` has a wrong shape or dtype."""
         step.at.num_rows, step.at.vocab_size = num_rows, vocab_size = logits.shape
         step.at.logits_stride, last_stride = logits.stride()
         if logits.dtype != torch.float32 or last_stride != 1:
@@ -332,14 +339,16 @@ class CpuSampler:
         return report(logits, columns, token_ids, statuses == constants.ROW_NAN, max_logprobs)
 
     def of_table(self, columns: SamplingColumns, history: TokenHistory) -> "TableSampler":
-        """Return a sampler for rows whose sampling parameters are in a table. `columns` has one entry for each slot of
-        the table, and is read again at each call."""
+        """Return a sampler that reads the sampling parameters of all running sequences from the table `columns`. The
+        table has one entry per slot (the index of a sequence). It is read again at each call, so the caller may change
+        it between calls."""
         return TableSampler(self._kernel, columns, history)
 
 
 class TableSampler:
-    """A sampler, in C, for rows whose sampling parameters are in a table with one entry per slot. It supports no
-    biases, no suppression of stop tokens and no log-probabilities."""
+    """A sampler, written in C, that reads the sampling parameters of running sequences from a table with one entry per
+    slot (the index of a sequence). It does not support logit biases, suppression of stop tokens or
+    log-probabilities."""
 
     def __init__(self, kernel: _Kernel, columns: SamplingColumns, history: TokenHistory) -> None:
         self._kernel = kernel
@@ -358,15 +367,15 @@ class TableSampler:
         highest: Tensor | None = None,
         masks: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None,
     ) -> tuple[Indexes, NDArray[np.bool_]]:
-        """Sample the next tokens of the rows in some slots. Return the token ids, [R], and a mask of the rows whose
-        logits contain NaN.
+        """Sample the next token of each of R running sequences. Return the token ids, [R], and a mask of the sequences
+        whose logits contain NaN, [R].
 
         Args:
             logits: [R, vocab_size] float32, overwritten.
-            slots: [R] int64, without duplicates.
+            slots: [R] int64, the index of each sequence in the table, without duplicates.
             num_tokens: [R] int64, as in `SamplingColumns`.
             highest: the result of `highest_logits`, if it is known.
-            masks: `masks` and `mask_lines` as in `SamplingColumns`; None means that every row may use any token.
+            masks: `masks` and `mask_lines` as in `SamplingColumns`; None means that all tokens are allowed.
 
         Raises:
             ValueError: the arguments do not fit each other.
@@ -395,7 +404,8 @@ class TableSampler:
 
 
 def _step(columns: SamplingColumns, history: TokenHistory, num_tokens: Tensor) -> Structure:
-    """Return the C structure of a sampling call with only the sampling parameters and the token history filled in."""
+    """Return a C structure for the sampling function in which only the sampling parameters and the token history are
+    filled in. The caller adds the remaining members."""
     for name in _COLUMNS:
         check(name, getattr(columns, name), DTYPES[name], (len(columns.seeds),))
     tokens, num_prompt_tokens = map(torch.from_numpy, history)
@@ -411,8 +421,8 @@ def _step(columns: SamplingColumns, history: TokenHistory, num_tokens: Tensor) -
 
 
 def _outputs(step: Structure, num_rows: int) -> tuple[Indexes, NDArray[np.uint8]]:
-    """Allocate the outputs of a sampling call and write their addresses to `step`. Return the arrays for the token and
-    the status of each row."""
+    """Allocate the output arrays of the C sampling function and write their addresses to `step`. Return two arrays with
+    one entry per row: the token ids, and the status codes."""
     token_ids, statuses = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.uint8)
     step.put(token_ids=token_ids, statuses=statuses)
     return token_ids.numpy(), statuses.numpy()

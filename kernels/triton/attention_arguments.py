@@ -36,8 +36,9 @@ PagedCaches = tuple[Strided, Strided]
 
 
 class LayerTensors(NamedTuple):
-    """The arguments of the attention kernels that differ between the layers of a step. `kind` identifies their memory
-    layout, so that `RepeatedLaunch` can reuse a compiled kernel."""
+    """The kernel arguments of one attention layer: the tensors that differ from layer to layer. Layers whose tensors
+    have the same memory layout have the same `kind`, so that `RepeatedLaunch` can reuse the kernel compiled for another
+    layer."""
 
     output: Strided
     query: Strided
@@ -48,16 +49,16 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of a model with equal attention shapes and equal `Scoring`, except for their sinks. The arguments that
-    these layers have in common are checked only once per step.
+    """The attention layers of a model that have equal shapes and equal `Scoring`, except for their sinks. Arguments
+    that are common to these layers are checked once per step, and not once per layer.
 
     Attributes:
         query_shape: [T, num_heads, head_dim].
         query_dtype: dtype of the queries.
         cache_shape: shape of the key cache and of the value cache, [num_blocks, block_size, num_kv_heads, head_dim].
         cache_dtype: dtype of both caches.
-        scoring: how dot products become attention weights.
-        weighing: `scoring` in the form of the kernels, with the sinks of `scoring`.
+        scoring: the parameters that turn dot products into attention weights.
+        weighing: `scoring`, including its sinks, as kernel arguments.
     """
 
     query_shape: tuple[int, ...]
@@ -71,7 +72,8 @@ class LayerGroup:
     def of(
         query_shape: tuple[int, ...], query_dtype: torch.dtype, caches: PagedCaches, scoring: Scoring
     ) -> "LayerGroup":
-        """Return a group for attention layers with queries of this shape and dtype, and KV caches like `caches`.
+        """Return a group for attention layers whose queries have this shape and dtype, and whose KV caches have the
+        shape and dtype of `caches`.
 
         Raises ValueError if the arguments do not match or are not supported.
         """
@@ -83,8 +85,9 @@ class LayerGroup:
         return LayerGroup(tuple(query_shape), query_dtype, tuple(cache.shape), cache.dtype, scoring, weighing)
 
     def launch(self, kernel: Any, name: str, grid: Callable[[AttentionConstants], tuple[int, int]]) -> RepeatedLaunch:
-        """Return a launch of an attention kernel for the layers of this group. The tile is looked up in `tiles` under
-        `name`. `grid` is a function that returns the launch grid for the kernel's constants."""
+        """Return an object that launches an attention kernel for the layers of this group. The tile, the part of the
+        work that one program computes at a time, is looked up in `tiles` under `name`. `grid` is called with the
+        kernel's constants and returns the launch grid."""
         _, num_heads, head_dim = self.query_shape
         num_groups = num_heads // self.cache_shape[2]
         tile = tiles.lookup(name, head_dim=head_dim, num_groups=num_groups, dtype=self.cache_dtype)
@@ -100,8 +103,9 @@ class LayerGroup:
         parameters.
 
         The arguments are block_tables, their row stride, seq_lens, `window` unchanged, and (selected blocks, number of
-        selected blocks) or None. Tensors by row are separate arguments: Triton recompiles a kernel if the alignment of
-        a tensor inside a tuple changes. Raises ValueError if a tensor does not have `num_rows` rows.
+        selected blocks) or None. Tensors with one entry per row are separate arguments and not in a tuple: Triton
+        recompiles a kernel if the alignment of a tensor inside a tuple changes. Raises ValueError if a tensor does not
+        have `num_rows` rows.
         """
         check_tensor("block_tables", block_tables, (num_rows, "max_blocks"), torch.int32, is_strided=True)
         check_tensor("seq_lens", seq_lens, (num_rows,), torch.int32)
@@ -149,8 +153,8 @@ class LayerGroup:
 def one_layer(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, scoring: Scoring, output: Tensor | None
 ) -> tuple[LayerGroup, LayerTensors]:
-    """Check the arguments of a single attention layer. Return a group that contains only this layer, and the layer's
-    kernel arguments. Raises ValueError if the arguments do not match."""
+    """Check the arguments of one attention layer that is computed alone. Return a group that contains only this layer,
+    and the layer's kernel arguments. Raises ValueError if the arguments do not match."""
     caches = paged_caches(key_cache, value_cache)
     group = LayerGroup.of(query.shape, query.dtype, caches, scoring)
     return group, group.tensors(query, caches, output=output)
@@ -164,11 +168,11 @@ def paged_caches(key_cache: Tensor, value_cache: Tensor) -> PagedCaches:
 
 
 def score_factor(scoring: Scoring) -> float:
-    """Return the factor by which attention kernels multiply the dot products of queries and keys. The results are
-    scores in units of log 2, so that the softmax needs only powers of two.
+    """Return the factor by which attention kernels multiply the dot product of a query and a key. It includes the
+    factor log2(e), so that the softmax can use powers of two instead of e.
 
-    With a softcap, the factor turns dot products into 2 * score / softcap in these units. Then softcap * tanh(y) is
-    softcap * (1 - 2 / (exp(2 * y) + 1)), which does not overflow for large y of either sign.
+    With a softcap, the product is 2 * score / softcap (times log2(e)). The kernel needs this value because softcap *
+    tanh(y) is softcap * (1 - 2 / (exp(2 * y) + 1)), which does not overflow for large y of either sign.
     """
     return scoring.scale * LOG2_E * (2 / scoring.softcap if scoring.softcap else 1)
 
@@ -203,8 +207,9 @@ def _check_queries(query_shape: tuple[int, ...], query_dtype: torch.dtype, cache
 
 @triton.jit
 def prepare_queries(queries, score_factor, OPERAND: tl.constexpr):
-    """Convert queries to the operand type of the dot products. Return the queries, and for each query the factor by
-    which its dot products must be multiplied."""
+    """Convert queries to the dtype in which dot products are computed. A query may be divided by a number to fit the
+    range of this dtype. Return the converted queries, and for each query the factor by which its dot products must be
+    multiplied; the factor includes `score_factor`."""
     factors = tl.full([queries.shape[0]], score_factor, tl.float32)
     wide = queries.to(tl.float32)
     if queries.dtype == tl.bfloat16 and tl.float16 == OPERAND:  # float16 has a smaller range than bfloat16
@@ -217,8 +222,8 @@ def prepare_queries(queries, score_factor, OPERAND: tl.constexpr):
 
 @triton.jit
 def load_slopes(weighing, factors, heads, is_head):
-    """Load the ALiBi slopes of some heads, in units of log 2. If the model has no slopes, return an unused value of the
-    same shape."""
+    """Load the ALiBi slopes of some query heads, multiplied by log2(e). If the model has no slopes, return a
+    placeholder of the same shape, which the kernel does not use."""
     slopes = factors
     if weighing.slopes is not None:
         slopes = tl.load(weighing.slopes + heads, mask=is_head, other=0.0) * _LOG2_E
@@ -230,7 +235,8 @@ def count_sinks(sums, highest, totals, weighing, heads, is_head):
     """Add the attention sinks of the heads, if the model has sinks, to the softmax state (sums, highest, totals) and
     return the new state.
 
-    Sinks are added last, so that the weights of positions keep all bits of their type even if a sink is large.
+    Sinks are added after all positions. So even if a sink is large, the weights of positions keep all bits of their
+    dtype.
     """
     if weighing.sinks is not None:
         sinks = tl.load(weighing.sinks + heads, mask=is_head, other=0.0) * _LOG2_E
@@ -244,8 +250,8 @@ def count_sinks(sums, highest, totals, weighing, heads, is_head):
 
 @triton.jit
 def adjust_scores(scores, distances, slopes, weighing):
-    """Apply softcap and ALiBi slopes to attention scores, if the model uses them. `distances` are the numbers of
-    positions from key to query."""
+    """Apply softcap and ALiBi slopes to attention scores, if the model uses them. `distances` contains the distance, in
+    positions, between each query and each key."""
     if weighing.cap is not None:  # tanh(y) is 1 - 2 / (exp(2 * y) + 1); scores are 2 * y, see `score_factor`
         scores = weighing.cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
     if weighing.slopes is not None:

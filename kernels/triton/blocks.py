@@ -93,10 +93,10 @@ def _end(blocks: Tensor, ids: Tensor | None) -> _Blocks:
 
 
 def _find_pieces(source: Tensor, target: Tensor) -> _Pieces:
-    """Return the memory layout that the KV cache blocks of two tensors have in common: dense pieces at constant
-    distances.
+    """Find a description of the memory of one KV cache block that applies to both tensors: a number of contiguous
+    pieces of equal size, and the distance between pieces in each tensor.
 
-    Raises ValueError unless the blocks of both tensors consist of the same pieces in the same order.
+    Raises ValueError if the blocks of the two tensors do not consist of the same pieces in the same order.
     """
     if source.dim() < 2 or source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         raise ValueError(
@@ -130,8 +130,8 @@ def _to_words(num_elements: int, dtype: torch.dtype) -> int:
 
 
 def _words(blocks: Tensor) -> Tensor:
-    """Return the start of a tensor's memory as 32-bit words, whatever the strides of the tensor. Raises ValueError if
-    the memory is not aligned to 16 bytes."""
+    """Return the beginning of a tensor's memory as 32-bit words, so that the copy kernel can address the whole tensor
+    from it. The tensor may have any strides. Raises ValueError if the memory is not aligned to 16 bytes."""
     if blocks.data_ptr() % _ALIGNMENT:
         raise ValueError(f"blocks begin at address {blocks.data_ptr():#x}; make it a multiple of {_ALIGNMENT}")
     return blocks.as_strided((_ALIGNMENT // blocks.dtype.itemsize,), (1,)).view(_WORD)
@@ -139,7 +139,8 @@ def _words(blocks: Tensor) -> Tensor:
 
 @triton.jit
 def _copy_kernel(source, target, pieces, chunks_per_piece, CHUNK_WORDS: tl.constexpr):
-    """Triton kernel that copies KV cache blocks. Each program copies one chunk of one piece of one block."""
+    """Triton kernel that copies KV cache blocks. A block consists of pieces of contiguous memory, and a piece of
+    chunks. Each program copies one chunk."""
     chunk = tl.program_id(0) % chunks_per_piece
     piece = (tl.program_id(0) // chunks_per_piece % pieces.num_pieces).to(tl.int64)
     index = tl.program_id(0) // chunks_per_piece // pieces.num_pieces
@@ -152,7 +153,8 @@ def _copy_kernel(source, target, pieces, chunks_per_piece, CHUNK_WORDS: tl.const
 
 @triton.jit
 def _block(blocks, index):
-    """Return the memory offset, in 32-bit words, of the block to copy with this index in the list of blocks."""
+    """Return the offset, in 32-bit words, at which a block begins in memory. `index` is the position of the block in
+    the list of blocks to copy."""
     block = index.to(tl.int64)
     if blocks.ids is not None:
         block = tl.load(blocks.ids + index).to(tl.int64)

@@ -101,7 +101,8 @@ def _reshape_and_cache_kernel(
 
 @triton.jit
 def _store_rows(source, cache, tokens, blocks, positions, heads, dims, mask):
-    """Copy key or value heads of tokens to their positions in a KV cache, one row of `dims` elements for each head."""
+    """Write the key or value heads of some tokens to their positions in a KV cache. The cache stores one row of `dims`
+    elements for each head."""
     sources = tokens * source.strides[0] + heads * source.strides[1]
     targets = blocks * cache.strides[0] + positions * cache.strides[1] + heads * cache.strides[2]
     content = tl.load(source.data + sources[:, None] + dims[None, :], mask=mask, other=0.0)

@@ -44,17 +44,19 @@ _TILE = 128
 
 
 def prefers_splits(num_rows: int, num_kv_heads: int, num_positions: int, max_seq_len: int, num_processors: int) -> bool:
-    """Return whether `paged_attention_v2`, which splits long sequences among several programs, is faster than
-    `paged_attention_v1` for a decode step.
+    """Return whether `paged_attention_v2` is faster than `paged_attention_v1` for a decode step. Version 2 splits the
+    KV cache of a long sequence (row) among several programs.
 
-    Version 2 is faster if the program of the longest row takes longer than all rows spread evenly over two programs per
-    processor, unless even the longest row is short. To capture a graph, pass the bounds of its steps.
+    Version 1 is slow if one row is much longer than the others, because a single program reads the whole row. The
+    function returns true if this takes longer than all rows would take, spread evenly over two programs per processor.
+    The result is always false if the longest row is short. When a CUDA graph is captured, pass upper bounds for all
+    steps that will run the graph.
 
     Args:
-        num_rows: number of rows.
+        num_rows: number of rows (running sequences).
         num_kv_heads: number of KV heads.
-        num_positions: positions of all rows together.
-        max_seq_len: positions of the longest row.
+        num_positions: number of positions in the KV cache of all rows together.
+        max_seq_len: number of positions of the longest row.
         num_processors: processors of the device (`multi_processor_count`).
     """
     if num_rows == 0 or max_seq_len <= MAX_UNSPLIT_LEN:
@@ -137,8 +139,8 @@ class SplitPlan:
         return self.split_starts.shape[0] - 1
 
     def of_first(self, num_rows: int) -> "SplitPlan":
-        """Return a plan for only the first `num_rows` rows, in the same memory. Raises ValueError if this plan has
-        memory for fewer rows."""
+        """Return a plan for steps with only `num_rows` rows, which uses the memory of this plan. Raises ValueError if
+        this plan has memory for fewer rows."""
         if not 0 <= num_rows <= self.num_rows:
             raise ValueError(f"num_rows is {num_rows}, but the plan has memory for 0 to {self.num_rows}; allocate more")
         past_split = self.split_rows.shape[0] - self.num_rows + num_rows
@@ -153,8 +155,8 @@ class SplitPlan:
         )
 
     def decide(self, seq_lens: Tensor, max_positions: int = ANY_LEN) -> None:
-        """Decide how the KV cache of each row is split, for rows of the given lengths. The device computes the plan,
-        and the host does not wait for the result.
+        """Compute how the KV cache of each row (running sequence) is divided into splits, given the lengths of the
+        rows. The plan is computed on the device, and the host does not wait for it.
 
         Args:
             seq_lens: [S] int32.
@@ -263,14 +265,14 @@ _Splits = namedtuple("_Splits", "rows starts sums highest totals")
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """Attention for a decode step, in which each row has one new token. It is prepared once per step for a group of
-    layers whose arguments differ only in `LayerTensors`.
+    """The attention of a decode step, in which each row (running sequence) has one new token. It is prepared once per
+    step for a group of layers. Then `launch` computes each layer, for which only the `LayerTensors` differ.
 
     Attributes:
         rows: see `LayerGroup.rows`.
-        attend: the launch; None if there are no rows.
+        attend: launches the attention kernel; None if there are no rows.
         splits: the splits of the rows; None means that rows are not split.
-        reduce: the launch that adds the splits up; None means that rows are not split.
+        reduce: launches the kernel that adds up the results of the splits; None means that rows are not split.
     """
 
     rows: tuple[Any, ...]
@@ -466,11 +468,11 @@ def _attend_split(
 
 @triton.jit
 def _locate(index, end, first, seq_len, block_table, selected_blocks, BLOCK_SIZE: tl.constexpr):
-    """Find where to read keys and values. For each index into the readable positions of a row, return the position, the
-    block id in the KV cache, and whether to read it.
+    """Find where to read keys and values in the KV cache. `index` numbers the positions to read in one sequence. For
+    each index, return the position in the sequence, the block id in the KV cache, and whether to read the position.
 
-    Without selected blocks an index is a position. With selected blocks the indexes count the positions of the selected
-    blocks, block by block.
+    Without sparse attention, an index is a position. With sparse attention, the indexes count only the positions in the
+    selected blocks, one block after the other.
     """
     logical = index // BLOCK_SIZE
     if selected_blocks is not None:
@@ -483,8 +485,8 @@ def _locate(index, end, first, seq_len, block_table, selected_blocks, BLOCK_SIZE
 
 @triton.jit
 def _load_values(pointers, is_read, is_dim, OPERAND: tl.constexpr):
-    """Load values from the KV cache, and replace those that must not be read by zeros. Their memory may contain NaN,
-    and a weight of 0 times NaN is NaN."""
+    """Load value vectors from the KV cache, with zeros in place of those that must not be read. The zeros are necessary
+    because unused memory may contain NaN, and a weight of 0 times NaN is NaN."""
     if pointers.dtype.element_ty == tl.float8e4nv:
         # With a mask in the load instead, the compiler would read values from shared memory byte by byte.
         values = tl.where(is_read, tl.load(pointers, mask=is_dim, other=0.0).to(OPERAND), 0.0)
@@ -528,7 +530,7 @@ def _plan_kernel(
     MIN_CHUNK: tl.constexpr, FULL_CHUNK: tl.constexpr, SHARES_PER_PROCESSOR: tl.constexpr, ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel that computes a `SplitPlan`. Each program fills TILE entries of split_rows.
+    """Triton kernel that computes a `SplitPlan`. Each program writes TILE entries of split_rows.
 
     The first program also writes split_starts, except for the first entry, which is always 0.
     """

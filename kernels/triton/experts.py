@@ -70,8 +70,8 @@ class SlotTable(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The slots of a step (pairs of token and chosen expert) sorted by expert, the number of experts per token, and the
-    tile for which the table was built."""
+    """The pairs of a token and a chosen expert (slots) of one step, sorted by expert, so that the expert weights can be
+    multiplied. It also contains the number of experts per token and the tile for which the table was built."""
 
     table: SlotTable
     num_chosen: int
@@ -113,8 +113,8 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
 
 
 def routing_shape(routing: ExpertRouting, num_experts: int) -> RoutingShape:
-    """Return the compile-time constants of the kernel that chooses experts. Each program of the kernel handles as many
-    tokens as fit in `_ROUTING_TILE` elements, at least one token."""
+    """Return the compile-time constants of the kernel that chooses experts. One program of the kernel processes as many
+    tokens as fit in `_ROUTING_TILE` elements, and at least one token."""
     num_groups, group_size = routing.num_groups, num_experts // routing.num_groups
     padded_groups, padded_size = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
     return RoutingShape(
@@ -164,8 +164,8 @@ def assign(ids: Tensor, num_experts: int, dtype: torch.dtype) -> Assignment:
 
 
 def choose_tile(num_slots: int, num_experts: int, dtype: torch.dtype) -> ProductTile:
-    """Return the tile that each program of an expert matrix multiplication computes. The choice uses the mean number of
-    slots per expert, because the host does not know the actual routing."""
+    """Return the tile (the part of the outputs that one program computes) for an expert matrix multiplication. The
+    choice uses the mean number of tokens per expert, because the host does not know which experts were chosen."""
     tiles = _FEW if num_slots <= _FEW[2].block_m * num_experts else _MANY
     return tiles[dtype.itemsize]
 
@@ -265,8 +265,8 @@ def _check_product(x: Tensor, weights: Tensor, assignment: Assignment, biases: T
 def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: tl.constexpr):
     """Triton kernel that chooses the experts of SHAPE.tile_tokens tokens per program.
 
-    The scores of a token's experts are arranged in order, with padding after the experts of each group and after the
-    last group.
+    A token's scores are in the order of the experts. To get sizes that are powers of two, padding follows the experts
+    of each group, and the last group.
     """
     TILE_TOKENS: tl.constexpr = SHAPE.tile_tokens
     PADDED_SIZE: tl.constexpr = SHAPE.padded_size
@@ -311,8 +311,8 @@ def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: 
 
 @triton.jit
 def _sum_of_two_best(ranked, GROUP_SIZE: tl.constexpr):
-    """Return the sum of the two highest expert scores in each group of experts, by which groups are ranked: [tokens,
-    groups, padded size] to [tokens, groups]."""
+    """Return the score of each group of experts, by which groups are ranked: the sum of the two highest scores of its
+    experts. [tokens, groups, padded size] -> [tokens, groups]."""
     best, place = tl.max(ranked, axis=2, return_indices=True)
     if GROUP_SIZE > 1:
         is_best = tl.arange(0, ranked.shape[2])[None, None, :] == place[:, :, None]
@@ -325,8 +325,8 @@ def _choose(ranked, indexes, is_there, NUM_CHOSEN: tl.constexpr):
     """Return a mask of the NUM_CHOSEN highest scores in each row of `ranked`. Among equal scores, the entry with the
     lower index is chosen.
 
-    Invariant: exactly NUM_CHOSEN entries of a row are chosen, each once, whatever the numbers. Otherwise some of the
-    token's ids would be undefined.
+    Invariant: exactly NUM_CHOSEN different entries of a row are chosen, even if scores are equal or not finite.
+    Otherwise some of the token's ids would be undefined.
     """
     # All keys differ: they are ordered by number, then by descending index.
     LOWEST_KEY: tl.constexpr = -(2**63)
@@ -348,8 +348,9 @@ def _assign_kernel(
     ids, table, num_slots, num_experts, max_tiles,
     PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel that sorts slots (pairs of token and chosen expert) by expert. Each program lists the slots and
-    tiles of one expert. The program of the last expert also marks the unused rest of the tile list."""
+    """Triton kernel that sorts the slots of a step (pairs of token and chosen expert) by expert. Each program writes
+    the list of slots and the list of tiles of one expert. The program of the last expert also writes the end of the
+    list of tiles, which is unused."""
     expert, experts, lines = tl.program_id(0), tl.arange(0, PADDED_EXPERTS), tl.arange(0, TILE)
     counted = tl.zeros([PADDED_EXPERTS], tl.int32)
     for begin in tl.range(0, num_slots, TILE):

@@ -128,14 +128,15 @@ def norm_rope(heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True, slots=True)
 class HeadCaching:
-    """A fused kernel for all layers of a step: it does the work of `norm_rope`, and then writes keys and values to the
-    KV cache as `reshape_and_cache` does, in one pass over the heads.
+    """A kernel that prepares the query, key and value heads of a step for attention, in one pass over the heads. It
+    normalizes and rotates them as `norm_rope` does, and then writes keys and values to the KV cache as
+    `reshape_and_cache` does. All layers of a step share one object.
 
-    Arguments with the same layout as in an earlier layer are not checked again.
+    If a layer's arguments have the same memory layout as those of an earlier layer, they are not checked again.
 
     Attributes:
-        slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, no slot twice. Of a token
-            with slot -1 only the queries are rotated.
+        slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, without duplicates. For a
+            token with slot -1, queries are rotated but nothing is written to the KV cache.
     """
 
     slot_mapping: Tensor
@@ -185,8 +186,8 @@ class HeadCaching:
 
 
 def _norm_rope_launch(heads: Tensor, num_heads: int, cache: Tensor | None) -> RepeatedLaunch:
-    """Return a launch of the kernel that normalizes and rotates heads. If `cache` is given, keys and values are written
-    to the KV cache. Otherwise rotated keys stay in `heads`."""
+    """Return an object that launches the kernel that normalizes and rotates heads. If `cache` is given, the kernel
+    writes keys and values to the KV cache. Otherwise it writes the rotated keys to `heads`."""
     num_tokens, total_heads, head_dim = heads.shape
     num_kv_heads = (total_heads - num_heads) // 2
     padded_half = triton.next_power_of_2(head_dim // 2)
@@ -341,8 +342,8 @@ def _scale(x, factor):
 
 @triton.jit
 def _rotate_element(x, other, cos, sin):
-    """Rotate one element x of each rotary pair; `other` is the other element. The cosine part is rounded before the
-    sine part is added."""
+    """Return the rotated values of one element of each pair that rotary position embedding rotates. `x` contains these
+    elements and `other` the other elements of the pairs. x * cos is rounded before other * sin is added."""
     return (_scale(x, cos).to(tl.float32) + other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
 
 

@@ -68,7 +68,7 @@ def gather_tokens(
 
 
 def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
-    """Collect the sampling parameters of a step's rows from tables on the GPU.
+    """Collect the sampling parameters of the rows (running sequences) of a step from tables on the GPU.
     `pagewire.kernels.gathering.gather_columns` specifies the result.
 
     Args:
@@ -110,8 +110,9 @@ def _gather_tokens_kernel(
     tables, slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks, num_pieces,
     BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel that collects the inputs of a step. The first `num_tiles` programs gather tokens. Each other
-    program copies one of the `num_pieces` pieces of a row's block table."""
+    """Triton kernel that collects the inputs of a step from the tables of all rows (running sequences). The first
+    `num_tiles` programs copy tokens. Every other program copies one of the `num_pieces` pieces of one row's block
+    table."""
     program = tl.program_id(0)
     if program < num_tiles:
         token = program * TILE_TOKENS + tl.arange(0, TILE_TOKENS)

@@ -40,7 +40,7 @@ def check_tensor(
     Args:
         name: name of the argument in the error message.
         tensor: the tensor; None is valid, for optional arguments.
-        shape: expected sizes; a name stands for any size.
+        shape: the expected size of each dimension. A string, such as "max_blocks", matches any size.
         dtypes: accepted dtypes.
         is_strided: only the last dimension must be dense.
     """
@@ -58,11 +58,9 @@ def check_tensor(
 
 
 def operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
-    """Return the Triton type to which the operands of a kernel's dot products are converted.
-
-    8-bit floats are converted to float16, which is exact and needs fewer instructions than bfloat16. The interpreter
-    uses float32 for bfloat16, which it cannot multiply.
-    """
+    """Return the Triton dtype to which both operands of a dot product are converted. 8-bit floats are converted to
+    float16, which is exact and needs fewer instructions than bfloat16. In Triton's interpreter, bfloat16 is converted
+    to float32, because the interpreter cannot multiply bfloat16."""
     if query_dtype == torch.bfloat16 and cache_dtype == torch.float8_e4m3fn:
         return tl.float16
     if query_dtype == torch.bfloat16 and INTERPRETED:
@@ -95,9 +93,10 @@ class RepeatedLaunch:
     def __call__(self, kind: Hashable, *arguments: Any) -> None:
         """Launch the kernel with these arguments.
 
-        `kind` identifies the compiled variant that the arguments need. Two kinds may be equal only if every property
-        that a kernel is compiled for is equal: types, strides, numbers, and whether addresses are multiples of 16. Pass
-        None if the kind will not occur again.
+        `kind` is a key for the arguments' types and memory layout. The first launch of each kind finds or compiles the
+        variant of the kernel, and later launches of the kind reuse it. Two launches may have the same kind only if all
+        properties for which a kernel is compiled are equal: types, strides, numbers, and whether addresses are
+        multiples of 16. Pass None if no later launch will have the same kind.
         """
         launch = self._variants.get(kind)
         if launch is not None:

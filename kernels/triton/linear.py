@@ -91,10 +91,10 @@ class PackedWeight:
 
 
 class LinearTile(NamedTuple):
-    """The part of a matrix multiplication that one program of the kernel computes, and the launch options of the
-    kernel. The tile has `block_m` rows of activations and `block_n` outputs.
+    """The tile of a matrix multiplication, which is the part of the result that one program of the kernel computes, and
+    the launch options of the kernel. The tile has `block_m` rows of activations and `block_n` outputs.
 
-    `num_lanes` is the number of dot products that the program computes side by side in each step of its loop.
+    In each step of its loop, the program computes `num_lanes` dot products side by side.
     """
 
     block_m: int
@@ -123,10 +123,12 @@ def can_pack(group_size: int, in_size: int) -> bool:
 
 
 def num_bytes(format: StoredFormat, out_size: int, in_size: int) -> int:
-    """Return an upper bound on the GPU memory, in bytes, of a quantised weight of this format after `pack`.
+    """Return an upper bound on the GPU memory, in bytes, of a quantised weight of this format after `pack`. The bound
+    is known before the weight is read.
 
-    The actual scales decide whether float16 represents them. Codes of 4 bits are assumed to need 4 bits in all rows.
-    Joined with weights that need 8 bits, they may need 8 bits.
+    Scales are assumed to need 4 bytes, because only their values show whether float16 represents them. Codes of at most
+    4 bits are assumed to stay at 4 bits. `join` may store them in 8 bits if other experts need 8 bits; the bound does
+    not include this.
     """
     bits, group_size = 4 if format.bits <= 4 else 8, format.group_size
     num_groups, depth = -(-in_size // group_size), _depth(group_size, in_size)
@@ -228,8 +230,8 @@ def multiply_routed(x: Tensor, packed: PackedWeight, assignment: Assignment, bia
 
 
 def join(packed: Sequence[PackedWeight]) -> PackedWeight:
-    """Combine the packed weights of single experts into one weight for the whole expert layer. All codes get the number
-    of bits that the experts need together.
+    """Combine the packed weights of single experts into one weight for the whole expert layer. The codes of all experts
+    get the same number of bits: 4 if that is possible for all of them, else 8.
 
     Raises:
         ValueError: sizes differ, only some weights are 8-bit floats, or there is no weight.
@@ -287,8 +289,9 @@ def lookup_rows(packed: PackedWeight, indexes: Tensor, dtype: torch.dtype) -> Te
 
 
 def choose_block_m(num_rows: int, dtype: torch.dtype) -> int:
-    """Return the number of rows of x that one program of the matrix multiplication processes, given the total number of
-    rows and the dtype of x. It is for layers without experts."""
+    """Return the number of rows of activations that one program of the matrix multiplication processes. `num_rows` is
+    the total number of rows, and `dtype` is the dtype of the activations. Layers with experts do not use this
+    function."""
     sizes = _TILES[dtype.itemsize]
     return next((size for size in sizes if num_rows <= size), max(sizes))
 
@@ -302,8 +305,8 @@ def choose_tile(block_m: int, num_tiles: int, out_size: int, dtype: torch.dtype)
 
 
 def kernel_shape(packed: PackedWeight, tile: LinearTile, dtype: torch.dtype) -> KernelShape:
-    """Return the compile-time constants of the matrix multiplication kernel, for a packed weight, a tile, and
-    activations of this dtype."""
+    """Return the compile-time constants with which the matrix multiplication kernel is compiled for a packed weight, a
+    tile, and activations of `dtype`."""
     num_halves = 8 // packed.bits
     has_decoders = num_halves == 2 and dtype.itemsize == 2 and not INTERPRETED
     return KernelShape(
@@ -322,10 +325,11 @@ def kernel_shape(packed: PackedWeight, tile: LinearTile, dtype: torch.dtype) -> 
 
 
 def decoder(dtype: torch.dtype, is_e2m1: bool, half: int) -> str:
-    """Return PTX assembly that converts four 4-bit codes to 16-bit floats.
+    """Return a piece of PTX assembly with which the kernel converts four 4-bit codes to 16-bit floats.
 
-    The codes are the lower or upper halves of the 4 bytes of $2. The bits of the floats are written to $0 and $1, two
-    floats each. The result equals the result of the kernel's generic code in `_decode`.
+    The four codes are in the 4 bytes of register $2: in the upper 4 bits of each byte if `half` is 1, else in the lower
+    4 bits. The code writes the bits of two floats to $0 and of two floats to $1. The results equal the results of the
+    kernel's generic code in `_decode`.
     """
     if not is_e2m1:
         top = "0x64646464" if dtype == torch.float16 else "0x43434343"  # the upper bytes of the floats 1024 or 128
@@ -379,8 +383,8 @@ def _launch(
 
 
 def launch_sizes(packed: PackedWeight) -> tuple[int, int]:
-    """Return two sizes of each row of a packed weight: the number of units in which its codes are stored, and the
-    number of quantization groups."""
+    """Return two sizes that each launch of the kernel needs: the number of units in which the codes of an output are
+    stored, and the number of quantization groups of an output."""
     return packed.codes.shape[-1] // packed.depth, packed.num_groups
 
 
@@ -413,8 +417,8 @@ def _pack_scales(scales: Tensor) -> Tensor:
 
 
 def _encode(packed: PackedWeight, codes: Tensor) -> PackedWeight:
-    """Return the packed weight with these int8 codes, [..., out, in], stored in 4 bits if possible and in 8 bits
-    otherwise."""
+    """Return the packed weight with its codes replaced by these int8 codes, [..., out, in]. The codes are stored in 4
+    bits if possible and in 8 bits otherwise."""
     lowest, highest = (int(bound) for bound in codes.aminmax()) if codes.numel() else (0, 0)
     depth = packed.depth
     start = next((start for start in (-8, 0) if start <= lowest and highest < start + 16), None)
@@ -443,8 +447,8 @@ _ENCODERS = {torch.int8: _encode, FLOAT8: _encode_floats}  # by a weight's eleme
 
 
 def _shift_zero(packed: PackedWeight, distance: int) -> Tensor | None:
-    """Return the zero points that a packed weight needs after `distance` was added to all its codes. Return None if a
-    zero point no longer fits in 8 bits."""
+    """Return the new zero points of a packed weight after `distance` was added to all its codes. The represented values
+    do not change. Return None if a zero point no longer fits in 8 bits."""
     if packed.zero is None:
         return torch.full_like(_to_words(_from_words(packed.scale).to(torch.int8)), distance)
     moved = packed.zero.short() + distance
@@ -466,10 +470,10 @@ def _unpack_codes(codes: Tensor, packed: PackedWeight) -> Tensor:
 
 
 def _stack(parts: Sequence[Tensor | None], num_groups: int) -> Tensor | None:
-    """Stack one part (scales, zeros or minima) of several experts' weights in the widest of their dtypes. A part that
-    is missing in one weight counts as zero.
+    """Stack the scales (or zeros, or minima) of several experts' weights, converted to the widest of their dtypes. An
+    entry of `parts` is None if the weight has no such tensor; zeros are used instead.
 
-    Return None if all weights lack the part.
+    Return None if all entries are None.
     """
     there = [part for part in parts if part is not None]
     if not there:
@@ -486,8 +490,9 @@ def _stack(parts: Sequence[Tensor | None], num_groups: int) -> Tensor | None:
 
 
 def _pack_nibbles(nibbles: Tensor, depth: int) -> Tensor:
-    """Combine pairs of 4-bit codes into bytes: the codes of the first and the second half of each unit of `2 * depth`
-    codes. Only the lower 4 bits of a code are used."""
+    """Store two 4-bit codes in each byte. Each unit of `2 * depth` codes is packed on its own: code i of its first half
+    is in the lower bits of a byte, and code i of its second half in the upper bits. Only the lower 4 bits of a code are
+    used."""
     halves = nibbles.unflatten(-1, (-1, 2, depth))
     return (halves[..., 0, :] & 15 | halves[..., 1, :] << 4).flatten(-2)
 
@@ -595,8 +600,8 @@ def _transpose(tile, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_of_groups(scales, expert, groups, num_groups, columns, out_size):
-    """Load the scales, zeros or minima of some quantization groups for the output columns of a tile. A whole 32-bit
-    word is loaded for each value."""
+    """Load the scales (or zeros, or minima) of some quantization groups for the outputs of a tile. They are stored in
+    32-bit words, and the whole word that contains the value is loaded."""
     PER_WORD: tl.constexpr = 32 // scales.dtype.element_ty.primitive_bitwidth
     words = scales.to(tl.pointer_type(tl.int32)) + expert * out_size * tl.cdiv(num_groups, PER_WORD)
     found = tl.load(words + groups // PER_WORD * out_size + columns, mask=columns < out_size, other=0)
@@ -611,11 +616,12 @@ def _load_of_groups(scales, expert, groups, num_groups, columns, out_size):
 
 @triton.jit
 def _decode(codes, half: tl.constexpr, ELEMENT: tl.constexpr, SHAPE: tl.constexpr):
-    """Convert a tile of codes to floats that the dot product accepts as operands.
+    """Convert a tile of codes to floats, as operands of the dot product.
 
-    4-bit codes become bits of floats, which is cheaper than a conversion. An integer code becomes the last bits of a
-    float whose last bit is worth 1. An E2M1 number becomes the exponent and the first fraction bit of a very small
-    float.
+    For 4-bit codes, the bits of a float are put together directly, which is cheaper than a conversion. An integer code
+    becomes the last bits of a float whose last bit has the value 1, such as 1024 in float16. An E2M1 number becomes the
+    exponent and the first fraction bit of a very small float. Then a subtraction or multiplication gives the value of
+    the code.
     """
     if SHAPE.num_halves == 1:
         values = codes.to(SHAPE.operand)

@@ -16,12 +16,12 @@ from pagewire.kernels.triton.prefill_attention import PrefillAttention
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Attention over the paged KV cache for a step that mixes decode and prefill rows. It is prepared once per step for
-    a group of layers, so that each layer only launches kernels.
+    """The attention of a step with decode rows (sequences with one new token) and prefill rows. It is prepared once per
+    step for a group of layers, so that each layer only launches kernels.
 
     Attributes:
-        group: the layers.
-        parts: the launches, in order.
+        group: the layers that are computed.
+        parts: the attention of the decode rows and of the prefill rows, in the order of their launches.
     """
 
     group: LayerGroup

@@ -102,11 +102,11 @@ class PrefillAttention:
         num_skipped: int,
         selection: Selection | None = None,
     ) -> "PrefillAttention":
-        """Prepare the launch of the prefill attention kernel for the rows of a step. Raises ValueError if a shape or
-        dtype is not supported.
+        """Prepare the prefill attention of a step for the given rows (running sequences). Raises ValueError if a shape
+        or dtype is not supported.
 
-        `num_skipped` is the number of queries that precede the queries of these rows if the host knows this number,
-        else 0.
+        `num_skipped` is the number of queries in the step that precede the queries of these rows. Pass 0 if the host
+        does not know this number.
         """
         num_rows = seq_lens.numel()
         rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or None, selection)
@@ -140,10 +140,8 @@ def _paged_prefill_kernel(
     output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing, query_start_loc, num_rows,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel that computes prefill attention for one tile of queries per program.
-
-    A row of the tile is one head of one query: block_m // num_groups queries times num_groups heads.
-    """
+    """Triton kernel that computes prefill attention for one tile of queries per program. The tile has one row for each
+    pair of a query and a head: block_m // num_groups queries times num_groups heads."""
     NUM_GROUPS: tl.constexpr = SHAPE.num_groups
     TILE_QUERIES: tl.constexpr = SHAPE.block_m // SHAPE.num_groups
     HAS_WINDOW: tl.constexpr = window is not None
@@ -198,11 +196,12 @@ def _paged_prefill_kernel(
 
 @triton.jit
 def _find_tile(query_start_loc, num_rows, index, TILE_QUERIES: tl.constexpr):
-    """Return the sequence (row of the step) to which a tile of queries belongs, and the index of the tile's first query
-    in that sequence. The index may be past the last query of the sequence.
+    """Find the queries that a program computes. Return the row (one sequence of the step) to which the tile `index`
+    belongs, and the number of queries of this row that precede the tile. The result may be past the last query of the
+    row; such a tile is empty.
 
-    Row i's tiles begin at tile start // TILE_QUERIES + i. Here start is the row's first query, counted from the first
-    query of the first row. This leaves room for one partial tile in each row.
+    The tiles of row i begin at tile start // TILE_QUERIES + i, where `start` is the number of queries of all rows
+    before row i. This leaves room for one partial tile in each row.
     """
     origin = tl.load(query_start_loc)
     row, end = tl.zeros_like(num_rows), num_rows
@@ -217,11 +216,12 @@ def _find_tile(query_start_loc, num_rows, index, TILE_QUERIES: tl.constexpr):
 
 @triton.jit
 def _visible_keys(first_position, last_position, window, BLOCK_N: tl.constexpr):
-    """Return the bounds of the key positions that a tile of queries attends to: (first, begin, full_begin, full_end,
+    """Return the range of key positions that the queries of a tile attend to, as (first, begin, full_begin, full_end,
     end).
 
-    `first` is the first position that any query sees. The tiles of keys from begin to end contain all positions that
-    any query sees. Every query sees all positions from full_begin to full_end.
+    `first` is the first position that any of the queries attends to. The range from `begin` to `end` contains all
+    positions that any query attends to, and begins at a multiple of BLOCK_N. All queries attend to all positions from
+    `full_begin` to `full_end`, so no mask is needed there.
     """
     first = tl.zeros_like(first_position)
     full_begin = first
@@ -237,12 +237,13 @@ def _attend(
     state, of_tile, span, block_table, blocks, caches, head, window, weighing, SHAPE: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys and values of a span of the KV cache to the softmax state (sums, total weights, highest scores), and
-    return the new state.
+    """Compute attention over a range of the KV cache. Add its keys and values to the softmax state (sums, total
+    weights, highest scores) and return the new state.
 
-    A span is (begin, end, first, last): the indexes begin to end, without positions before `first` or after `last`.
-    Without selected blocks an index is a position. With selected blocks the indexes count the positions of the selected
-    blocks, block by block. If IS_MASKED is false, the whole span is read, and every query sees all of it.
+    `span` is (begin, end, first, last). The indexes from `begin` to `end` are read, except for positions before `first`
+    or after `last`. Without sparse attention, an index is a position in the sequence. With sparse attention, the
+    indexes count only the positions in the selected blocks, one block after the other. If IS_MASKED is false, every
+    query attends to the whole range.
     """
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     IS_ADJUSTED: tl.constexpr = (weighing.cap is not None) or (weighing.slopes is not None)
@@ -291,11 +292,9 @@ def _attend(
 
 @triton.jit
 def _locate(index, span, block_table, selected_blocks, BLOCK_SIZE: tl.constexpr, IS_MASKED: tl.constexpr):
-    """Find where to read keys and values. For each index in a span, return the position, the block id in the KV cache,
-    and whether to read it.
-
-    Without a mask, every index below the end of the span is read.
-    """
+    """Find where to read keys and values in the KV cache. For each index in a span (see `_attend`), return the position
+    in the sequence, the block id in the KV cache, and whether to read the position. Without a mask, every index below
+    the end of the span is read."""
     _, end, first, last = span
     is_read = index < end
     logical = index // BLOCK_SIZE

@@ -128,12 +128,12 @@ def sample(
 def count_tokens(
     token_counts: Tensor, slots: Tensor, token_ids: Tensor, start_loc: Tensor, num_prompt_tokens: Tensor
 ) -> None:
-    """Count how often each token occurs in N new sequences, for repetition, presence and frequency penalties. The
-    counts replace the lines of `token_counts` that belong to the sequences.
+    """Count how often each token occurs in N new sequences, for repetition, presence and frequency penalties. Each
+    sequence has one line (its slot) in `token_counts`, whose previous counts are replaced.
 
     Args:
         token_counts: [num_slots, vocab_size] int32, the last dimension dense.
-        slots: [N] int32 or int64, no line twice.
+        slots: [N] int32 or int64, the line of each sequence, without duplicates.
         token_ids: [T] int32 or int64; the tokens of sequence i are start_loc[i] to start_loc[i + 1], its prompt first.
         start_loc: [N + 1] int32 or int64.
         num_prompt_tokens: [N] int32 or int64.
@@ -194,8 +194,8 @@ def _check(
 
 
 def _apply_masks(logits: Tensor, columns: SamplingColumns) -> None:
-    """Set to -inf the logits of the tokens that a row's mask (from a grammar) does not allow. NaN logits are kept, so
-    that the later scan finds them."""
+    """Set the logits of all tokens that a row's grammar mask forbids to -inf. Logits that are NaN are kept, so that the
+    scan kernel finds them later."""
     if columns.masks is None or columns.mask_lines is None:
         return
     num_rows, vocab_size = logits.shape
@@ -236,8 +236,9 @@ def _choose(
     sampled: SampledTokens,
     target: TokenTarget | None,
 ) -> None:
-    """Launch the two kernels that scan the logits and choose a token for each row. They fill `group_highest` [R,
-    num_groups], the chosen tokens in `sampled`, and the memory of `target`."""
+    """Choose a token for each row: launch the kernel that scans the logits, and then the kernel that chooses. The
+    kernels write the highest logit of each group of tokens to `group_highest` [R, num_groups], the chosen tokens to
+    `sampled`, and, if `target` is given, also to the memory of `target`."""
     num_rows, vocab_size = logits.shape
     num_groups = group_highest.shape[1]
     num_tiles = triton.cdiv(num_groups, TILE_GROUPS)
@@ -297,8 +298,8 @@ def _noise_key(columns, row):
 
 @triton.jit
 def _distance_to_1(key, ids):
-    """Return 1 - u, where u is the uniform random number of each token, from which the Gumbel noise is computed. u has
-    23 random bits plus half a step, and 1 - u is as exact as u."""
+    """Return 1 - u for each token, where u is the uniform random number from which the token's Gumbel noise is
+    computed. u is (k + 0.5) / 2**23, where k has 23 random bits, and 1 - u is as exact as u."""
     bits = _fmix32(key ^ (ids.to(tl.uint32) * _TOKEN_MULTIPLIER)) >> 9
     return ((bits ^ 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
 
@@ -388,7 +389,8 @@ def _count_kernel(counts, slots, token_ids, start_loc, num_prompt_tokens, TILE_S
 @triton.jit(do_not_specialize=["chunk_tiles"])
 def _scan_kernel(logits, vocab_size, counts, columns, groups, chunks, chunk_tiles):
     """Triton kernel that reads all logits once. Each program scans `chunk_tiles` tiles of one row. It applies the
-    penalties, and finds the highest logit and the best score (logit / temperature + noise) of its part of the row."""
+    penalties. It then writes the highest logit and the best score (logit / temperature + noise) of the logits that it
+    scanned."""
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     line, num_groups = logits.data + row * logits.strides[0], groups.num_groups
     temperature, top_k = tl.load(columns.temperature + row), tl.load(columns.top_k + row)
@@ -437,8 +439,8 @@ def _store_3(target, first, second, third):
 
 @triton.jit
 def _penalize(values, ids, vocab_size, row, line, counts, columns):
-    """Apply the repetition, presence and frequency penalties to logits. Return the result, and also write it back to
-    memory for later readers of the logits."""
+    """Apply the repetition, presence and frequency penalties to logits. Return the new logits, and also write them to
+    memory, where later kernels read them."""
     slot, repetition = tl.load(columns.slots + row), tl.load(columns.repetition_penalty + row)
     presence, frequency = tl.load(columns.presence_penalty + row), tl.load(columns.frequency_penalty + row)
     if (slot >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)):
@@ -454,8 +456,8 @@ def _penalize(values, ids, vocab_size, row, line, counts, columns):
 
 @triton.jit
 def _scaled(values, highest, temperature):
-    """Return (values - highest) / temperature for logits, with exactly the rounding of the specification. `highest`,
-    the highest logit, broadcasts to `values`."""
+    """Return (values - highest) / temperature for logits, rounded exactly as the specification requires. `highest`, the
+    highest logit, must broadcast to `values`."""
     # If all values are -inf, the results are -inf.
     distances = values - tl.maximum(highest, -_LARGEST)
     return tl.div_rn(distances, temperature + tl.zeros_like(distances))
@@ -463,8 +465,8 @@ def _scaled(values, highest, temperature):
 
 @triton.jit
 def _nearly_scaled(values, highest, temperature):
-    """Return (values - highest) / temperature for logits, computed by a multiplication. It is cheaper than `_scaled`
-    and differs in the last bits."""
+    """Return approximately (values - highest) / temperature for logits. A multiplication replaces the division, so it
+    is cheaper than `_scaled`, but the last bits differ."""
     factor = tl.minimum(1.0 / temperature, _LARGEST)  # 0 times infinity would be NaN
     return (values - tl.maximum(highest, -_LARGEST)) * factor
 
@@ -563,8 +565,8 @@ def _from_order_key(keys):
 
 @triton.jit
 def _lowest_kept(rows, groups, top_k, top_p):
-    """Return the lowest scaled logit of a row that survives the top-k filter and then the top-p filter. All tokens with
-    a lower logit are dropped."""
+    """Return the lowest scaled logit of a row that the top-k filter and then the top-p filter keep. The caller must
+    drop all tokens with a lower logit."""
     vocab_size, num_groups = rows[2], groups[2]
     by_mass = (top_k <= 0) | (top_k >= vocab_size)
     least = tl.full([], _MIN_KEY, tl.int32)
@@ -595,8 +597,8 @@ def _lowest_kept(rows, groups, top_k, top_p):
 
 @triton.jit
 def _select(rows, groups, threshold):
-    """Write a list of the groups of 64 tokens whose highest scaled logit is at least `threshold`, in ascending order.
-    Return the number of groups in the list."""
+    """List the groups of 64 tokens that contain a token to keep: the highest scaled logit of the group is at least
+    `threshold`. Write the group numbers in ascending order, and return the number of groups in the list."""
     _, selected, _, highest, temperature = rows
     tops, _, num_groups = groups
     num_selected = tl.full([], 0, tl.int32)
@@ -614,8 +616,8 @@ def _select(rows, groups, threshold):
 
 @triton.jit
 def _read_tokens(rows, start, num_selected):
-    """Load a tile of tokens from the selected groups. Return the token ids, their scaled logits, and whether each token
-    exists, [_TILE_TOKENS] each."""
+    """Load a tile of tokens from the groups listed by `_select`. Return three tensors of [_TILE_TOKENS]: the token ids,
+    the scaled logits, and whether each token exists."""
     line, selected, vocab_size, highest, temperature = rows
     places = start + tl.arange(0, _TILE_TOKENS)
     mask = places < num_selected * _GROUP_SIZE
@@ -626,11 +628,11 @@ def _read_tokens(rows, start, num_selected):
 
 @triton.jit
 def _read_weights(rows, groups, start, num_selected, by_mass, OF_GROUPS: tl.constexpr):
-    """Return sort keys and weights of one tile of entries, [_TILE_TOKENS] each. The entries are groups of 64 tokens if
-    OF_GROUPS is true, else the tokens of the selected groups.
+    """Load one tile of entries for the search of a threshold. The entries are groups of 64 tokens if OF_GROUPS is true,
+    else the tokens of the selected groups. Return their sort keys and their weights, [_TILE_TOKENS] each.
 
-    The key of a missing entry is below all other keys. If `by_mass` is true, the weight of an entry is exp(scaled
-    logit), summed over the tokens of a group. Otherwise each weight is 1.
+    An entry that does not exist has a lower key than all others. If `by_mass` is true, the weight of an entry is
+    exp(scaled logit), summed over the tokens of a group. Otherwise each weight is 1.
     """
     if OF_GROUPS:
         tops, masses, num_groups = groups
@@ -654,8 +656,8 @@ def _num_entries(groups, num_selected, OF_GROUPS: tl.constexpr):
 
 @triton.jit
 def _weigh_above(rows, groups, num_selected, key, OF_GROUPS: tl.constexpr):
-    """Return the number of entries (groups or tokens) whose sort key is above `key`, and their total probability mass,
-    which is not normalized."""
+    """For all entries (groups or tokens) whose sort key is above `key`, return their number, and the sum of exp(scaled
+    logit)."""
     counts, masses = tl.zeros([_TILE_TOKENS], tl.float32), tl.zeros([_TILE_TOKENS], tl.float32)
     for start in range(0, _num_entries(groups, num_selected, OF_GROUPS), _TILE_TOKENS):
         keys, weights = _read_weights(rows, groups, start, num_selected, True, OF_GROUPS)
@@ -669,9 +671,9 @@ def _search_threshold(rows, groups, num_selected, low, target, by_mass, OF_GROUP
     """Search the threshold of a top-k or top-p filter. Return the lowest sort key, not below `low`, for which all
     entries (groups or tokens) with higher keys together weigh less than `target`.
 
-    Each pass weighs the entries above several edges between two bounds. It finds the two neighbouring edges between
-    which the target is reached. The entries next to these edges are the new bounds. Keys are integers, so the search
-    ends for any values.
+    The search starts with two bounds. Each pass divides the range between the bounds at several keys (edges), and sums
+    the weights of the entries above each edge. The target is reached between two neighbouring edges. The entries next
+    to these edges are the new bounds. Keys are integers, so the search ends for any values.
     """
     least, most = low, tl.full([], 0, tl.int32)  # the key of the highest entry
     index = tl.arange(0, _NUM_EDGES)
@@ -733,10 +735,10 @@ def _logprobs_kernel(
     num_top,
     NUM_GROUPS: tl.constexpr,
 ):
-    """Triton kernel that reports the log-probabilities of one row per program: for the chosen token, and for the most
-    likely tokens or the listed tokens.
+    """Triton kernel that computes log-probabilities, for one row per program. It reports the chosen token, and either
+    the most likely tokens or, if given, the tokens in `listed`.
 
-    NUM_GROUPS is num_groups rounded up to a power of two. `listed` is [R, max_listed] token ids, or None.
+    `listed` is [R, max_listed] token ids, or None. NUM_GROUPS is num_groups rounded up to a power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     num_wanted = tl.load(num_logprobs + row)

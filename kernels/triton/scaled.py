@@ -186,8 +186,8 @@ def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
 
 
 def rounding_tile(in_size: int, group_size: int) -> tuple[int, int]:
-    """Return the sizes of the work of one program of the rounding kernel: the number of groups of a row, and the number
-    of inputs of each group that the program reads at a time."""
+    """Return how much one program of the rounding kernel processes: the number of groups of one row, and the number of
+    inputs of each group that it reads at a time."""
     tile = min(_ROUND_TILE, triton.next_power_of_2(group_size))
     return min(_ROUND_TILE // tile, triton.next_power_of_2(triton.cdiv(in_size, group_size))), tile
 
@@ -221,7 +221,8 @@ def multiply_rounded(
     """Return x W^T + b for activations that `round_rows` has already rounded to 8 bits for this weight. See `multiply`
     for the other arguments.
 
-    cuBLAS multiplies many rows if it supports the weight, `bias` is None and the output is bfloat16.
+    cuBLAS computes the product if there are many rows, it supports the weight, `bias` is None and the output is
+    bfloat16.
     """
     is_library = weight.has_library and bias is None and output_dtype == torch.bfloat16
     if is_library and len(rounded.values) >= _MIN_LIBRARY_ROWS:
@@ -266,8 +267,8 @@ def _multiply(rounded: RoundedRows, weight: ScaledWeight, bias: Tensor | None, o
 
 
 def choose_tile(num_rows: int, out_size: int, dtype: torch.dtype) -> ProductTile:
-    """Return the tile that each program of the matrix multiplication computes: the widest tile that still gives each
-    processor of the GPU a program, or else the narrowest tile."""
+    """Return the tile (the part of the result that one program computes) of the matrix multiplication. It is the widest
+    tile with which every processor of the GPU still gets a program, or else the narrowest tile."""
     tiles: Iterable[ProductTile] = _FEW[dtype] if num_rows <= 16 else _MANY[num_rows <= 64 :]
     for tile in tiles:
         if triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_size, tile.block_n) >= _ENOUGH_PROGRAMS:
@@ -338,7 +339,8 @@ def _multiply_kernel(
     """Triton kernel that multiplies 8-bit activations by an 8-bit weight. Each program computes BLOCK_N outputs of
     BLOCK_M rows.
 
-    Programs that share outputs are neighbours, so that the weight is read once.
+    Programs that compute the same outputs of different rows are neighbours, so that the weight is read from memory only
+    once.
     """
     ACCUMULATOR: tl.constexpr = tl.int32 if weight.codes.dtype.element_ty == tl.int8 else tl.float32
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -20,13 +20,13 @@ MAX_GROUPS = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """The part of an attention computation that one program of a kernel processes at a time, and the launch options of
-    the kernel.
+    """The tile of an attention kernel, which is the part of the work that one program processes at a time, and the
+    launch options of the kernel.
 
     Attributes:
         block_n: number of cache positions that a program reads at a time.
         num_warps: warps of a program.
-        num_stages: depth of the software pipeline over these reads.
+        num_stages: depth of the software pipeline of these reads (Triton's `num_stages`).
         block_m: rows that a program processes; a row is one query head of one query token.
     """
 
@@ -38,9 +38,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Shape:
-    """A key of the table of tiles: an attention kernel and the sizes for which it is compiled.
+    """The key of a table of tiles: the name of an attention kernel and the sizes for which it is compiled.
 
-    The head dimension and the number of groups are rounded up to powers of two; `itemsize` is bytes per element.
+    `head_dim` and `num_groups` (query heads per KV head) are rounded up to powers of two; `itemsize` is the size of a
+    cache element in bytes.
     """
 
     kernel: str
@@ -70,11 +71,11 @@ _forced: dict[str, Tile] = {}
 
 
 def lookup(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -> Tile:
-    """Return the tile of an attention kernel for these sizes. A forced tile comes first, then a measured tile, then the
-    estimate.
+    """Return the tile to use for an attention kernel with these sizes. If `forced` set a tile, return this tile.
+    Otherwise return the tile that was measured to be fastest, or an estimate if none was measured.
 
     Args:
-        kernel: a key of `ESTIMATES`; the phase is part of the name.
+        kernel: the name of the kernel, a key of `ESTIMATES`.
         head_dim: 1 to 256.
         num_groups: query heads per KV head, 1 to 128. A tile has at least one row for each of them.
         dtype: dtype of the cache.
@@ -94,7 +95,7 @@ def lookup(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -
 
 
 def key(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -> Shape:
-    """Return the key under which `lookup` searches a tile in the tables. The arguments and errors are the same as for
+    """Return the key under which `lookup` finds a tile in the tables. The arguments and errors are the same as for
     `lookup`."""
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}; {kernel} supports 1 to {MAX_HEAD_DIM}")
@@ -107,8 +108,8 @@ def key(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -> S
 
 @contextlib.contextmanager
 def forced(kernel: str, tile: Tile) -> Iterator[None]:
-    """Use `tile` for an attention kernel, whatever its sizes, until the end of the `with` block. Intended for tests and
-    the tuner."""
+    """Use `tile` for an attention kernel, for all sizes, until the end of the `with` block. Intended for tests and the
+    tuner."""
     if kernel not in ESTIMATES:
         raise ValueError(f"there are no tiles for the kernel {kernel!r}; those with tiles are {', '.join(ESTIMATES)}")
     outer = _forced.get(kernel)
