@@ -25,28 +25,29 @@ FLOATS = {"F32": StoredFormat(torch.float32), "F16": StoredFormat(torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A request to read a tensor of a checkpoint, or a part of the tensor, into memory. `target` is the tensor to fill,
-    `shape` is the full shape of the checkpoint's tensor, and `index` selects the part. An empty `index` selects the
-    whole tensor, which then has the shape of the target."""
+    """A request to read a tensor of a checkpoint, or a part of it, into memory. `target` is the tensor to fill, `shape`
+    is the full shape of the checkpoint's tensor, and `index` selects the part to read. If `index` is empty, the whole
+    tensor is read, and it must have the shape of the target."""
 
     target: Tensor
     shape: tuple[int, ...] = ()
     index: tuple[slice, ...] = ()
 
     def rows_and_columns(self) -> tuple[slice, ...]:
-        """Return the two slices, of rows and of columns, that this piece selects from a matrix in the checkpoint."""
+        """Return the slice of rows and the slice of columns that this piece reads from a matrix in the checkpoint."""
         return (*self.index, slice(None), slice(None))[:2]
 
     def transposed(self) -> "Piece":
-        """Return the same piece for a checkpoint that stores this matrix transposed, as [inputs, outputs]."""
+        """Return a piece that reads the same part of the matrix from a checkpoint that stores the matrix transposed, as
+        [inputs, outputs]."""
         index = self.index and (*self.index, slice(None))[1::-1]
         return replace(self, target=self.target.t(), shape=self.shape[::-1], index=index)
 
 
 class Tensors(ABC):
-    """A source of a model's weights, which are requested by name; for example a checkpoint directory or a GGUF file. A
-    quantised weight may be stored as several tensors. By default a weight is one tensor of floats, and it is read
-    directly into its target."""
+    """A source from which a model's weights are read by name, for example a checkpoint directory or a GGUF file. A
+    quantised weight may be stored as several tensors. The default implementation is for weights that are one tensor of
+    floats each; they are read directly into their targets."""
 
     names: frozenset[str]  # tensors known in advance; each of them must have a place in the model
     # Names of the formats of quantised weights, for log lines; empty: no weight is quantised.
@@ -57,9 +58,9 @@ class Tensors(ABC):
         return frozenset((name,))
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
-        """Return the format in which a weight with `in_size` inputs can be kept in memory without conversion. Return
-        None if the weight is missing, or if its format cannot be kept. For example, `in_size` may not be a multiple of
-        the number of inputs that share a scale."""
+        """Return the format of a weight with `in_size` inputs, if the weight can be kept in memory in the format in
+        which it is stored. Return None if the weight is missing or must be converted. For example, it must be converted
+        if `in_size` is not a multiple of the number of inputs that share a scale."""
         return None
 
     def working_bytes(self, name: str, num_elements: int) -> int:
@@ -69,9 +70,9 @@ class Tensors(ABC):
 
     @abstractmethod
     def check(self, name: str, piece: Piece) -> None:
-        """Check, before anything is loaded, that the source can fill the target of a piece. Raise CheckpointError if
-        the weight is missing or has another shape or dtype, and ValueError if the weight cannot be cut at the bounds of
-        the piece. The target may be a meta tensor, which has no memory."""
+        """Check, before any weight is loaded, that the weight `name` exists and can fill the target of `piece`. Raise
+        CheckpointError if the weight is missing or has another shape or dtype. Raise ValueError if the weight cannot be
+        divided at the bounds of the piece. The target may be a meta tensor, which has no memory."""
 
     @abstractmethod
     def copy(self, name: str, piece: Piece) -> None:
@@ -79,9 +80,9 @@ class Tensors(ABC):
         must have passed `check`. Raises CheckpointError if a file cannot be read."""
 
     def quantized(self, name: str, piece: Piece) -> StoredWeight:
-        """Return a weight, or the part of the weight that `piece` selects, in quantised form. The piece must have
-        passed `check`, and its target is not written. If groups of codes cannot represent the weight, the result is in
-        float32, even though `format` reports another format."""
+        """Read a weight, or the part that `piece` selects, and return it in quantised form. The target of the piece is
+        not written. The piece must have passed `check`. If the weight cannot be represented by codes with one scale per
+        group, the result is in float32, although `format` reported a quantised format."""
         raise AssertionError(f"{name} is not quantised")
 
 
@@ -90,10 +91,12 @@ class Checkpoint(Tensors):
     headers of the files. Each tensor is read on request."""
 
     def __init__(self, path: Path, stacks: Stacks | None = None) -> None:
-        """Read the headers of all tensors in the directory `path`. Some checkpoints store the weights of all experts of
-        a layer stacked in one tensor. `stacks` describes such tensors, and each expert's part gets a name of its own.
-        Raises CheckpointError if there are no safetensors files, if the index names a missing file, or if a file is not
-        safetensors."""
+        """Read the headers of all safetensors files in the directory `path`.
+
+        Some checkpoints store the weights of all experts of a layer in one tensor. `stacks` describes these tensors, so
+        that each expert's weight can be read under a name of its own. Raises CheckpointError if there are no
+        safetensors files, if the index names a missing file, or if a file is not in the safetensors format.
+        """
         self.path = path
         self._headers = read_headers(path)
         unstacked = {
@@ -110,8 +113,8 @@ class Checkpoint(Tensors):
         return self._headers[name] if part is None else part.header(self._headers[part.stack])
 
     def described(self, name: str) -> str:
-        """Return the name of the tensor in the files that contains the weight `name`, for error messages. The tensor
-        need not exist."""
+        """Return the name to use for the weight `name` in error messages: the name of the tensor in the files that
+        contains it. The tensor need not exist."""
         part = self._part(name)
         return name if part is None else part.describe()
 
@@ -119,7 +122,7 @@ class Checkpoint(Tensors):
         return None if name in self._headers else find_part(self._stacks, name)
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
-        """Return the float format in which the checkpoint stores a weight, so that the weight can be kept without
+        """Return the float format in which the checkpoint stores a weight, so that the weight can be loaded without
         conversion. Return None if the weight is missing or is not stored as floats."""
         return FLOATS.get(self.header(name).dtype) if name in self.names else None
 
@@ -198,7 +201,7 @@ class DummyTensors(Tensors):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def check(self, name: str, piece: Piece) -> None:
-        """Accept every piece, since a random weight of any shape can be drawn."""
+        """Check nothing: a random weight can have any name and shape."""
 
     def copy(self, name: str, piece: Piece) -> None:
         """Fill the piece's target in place: with normally distributed values for a matrix, 1 for the scale of a norm,

@@ -35,8 +35,8 @@ _EPOCH_FILE = "epoch-"
 
 
 class Communicator(Protocol):
-    """The connection of one rank to the other ranks that compute one model together (tensor parallelism). There are
-    `size` ranks, and every rank calls the same methods in the same order."""
+    """The connection of one rank to the other ranks (worker processes) that compute one model together by tensor
+    parallelism. There are `size` ranks, and every rank must call the same methods in the same order."""
 
     @property
     def rank(self) -> int:
@@ -47,8 +47,8 @@ class Communicator(Protocol):
         """The number of ranks."""
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch, which is one pairing of a scheduler with the workers of the model. From now on, any other
-        rank may be a new process."""
+        """Begin a new epoch, the period in which one scheduler process uses the workers. Call this when a scheduler
+        connects. From then on, any other rank may be a new process."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the elementwise sum of the tensors `x` of all ranks. The tensors must have the same shape. The sum may
@@ -76,17 +76,18 @@ class SingleRank:
 
 
 class RankGroup:
-    """A `Communicator` for several ranks (tensor parallelism), built on torch.distributed. Before the first epoch each
-    rank computes alone: `all_reduce` returns its input, and `all_gather` repeats its input once for each rank.
+    """A `Communicator` for several ranks (worker processes with tensor parallelism), built on torch.distributed. Before
+    the first call of `begin`, the ranks do not communicate: `all_reduce` returns its input, and `all_gather` repeats
+    its input once for each rank.
 
-    If a rank's process is lost, calls on the other ranks raise an error. They do so at once if the connections of the
-    lost rank close, and otherwise after a timeout. On a GPU, NCCL terminates the process instead.
+    If the process of one rank is lost, calls on the other ranks raise an error: at once if the connections to the lost
+    process close, otherwise after a timeout. On a GPU, NCCL instead terminates the processes of the other ranks.
     """
 
     def __init__(self, rank: int, size: int, address: str, listen_host: str, device: torch.device) -> None:
-        """Create the communicator of rank `rank` of `size` ranks. `address` is the place where the ranks meet. It is
-        HOST:PORT of rank 0's store, which listens on `listen_host`, or file:DIRECTORY. Raises OSError if the directory
-        does not exist or rank 0 cannot listen."""
+        """Create the communicator of rank `rank` of `size` ranks. `address` tells the ranks where to find each other:
+        HOST:PORT of a store that rank 0 serves on the interface `listen_host`, or file:DIRECTORY. Raises OSError if the
+        directory does not exist or rank 0 cannot listen."""
         self.rank = rank
         self.size = size
         self._device = device
@@ -99,8 +100,9 @@ class RankGroup:
         self._group: Any = None
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch, which is one pairing of a scheduler with the workers: leave the process group of the previous
-        epoch. A rank that still waits for other ranks in that process group gets an error."""
+        """Begin a new epoch, the period in which one scheduler process uses the workers. This rank leaves the process
+        group of the previous epoch. If it still waits for other ranks in that group, the waiting call raises an
+        error."""
         if self._group is not None and self._device.type == "cuda":
             self._group.abort()
         self._group = None
@@ -147,23 +149,23 @@ class RankGroup:
 
 
 class RankStore(Protocol):
-    """A source of torch.distributed key-value stores, one for each epoch. Through such a store, the ranks find each
-    other and form a process group."""
+    """A source of torch.distributed key-value stores. In each epoch (the period in which one scheduler process uses the
+    workers) the ranks find each other through one store and form a process group."""
 
     def of_epoch(self, epoch: int) -> Any:
-        """Return the torch.distributed.Store of an epoch. The store is empty until a rank writes to it in this
-        epoch."""
+        """Return the torch.distributed.Store through which the ranks find each other in this epoch. It does not contain
+        the entries of earlier epochs."""
 
     def own_address(self) -> str:
         """Return the IP address of the network interface on which the other ranks reach this rank."""
 
 
 class FileRankStore:
-    """A `RankStore` that keeps one file per epoch in a directory. Only the ranks may have permission to write to the
-    directory."""
+    """A `RankStore` that keeps one file per epoch in a directory that all ranks can access. Only the ranks may have
+    permission to write to the directory."""
 
     def __init__(self, directory: Path) -> None:
-        """Use `directory` for the files of all epochs. Raises OSError if the directory does not exist."""
+        """Keep the files of all epochs in `directory`. Raises OSError if the directory does not exist."""
         if not directory.is_dir():
             raise OSError(f"the ranks' directory {directory} does not exist; see --tensor-parallel-address")
         self._directory = directory
@@ -209,8 +211,9 @@ class TcpRankStore:
 
 
 def _serve(host: str, port: int) -> Any:
-    """Return a torch.distributed.TCPStore that listens only on `host` and `port`. If torch opened the socket itself,
-    the store would listen on every interface. Raises OSError if the address is not available."""
+    """Start a torch.distributed.TCPStore that listens only on the interface `host`, at `port`, and return it. The
+    socket is opened here because a store that torch opens listens on every interface. Raises OSError if the address is
+    not available."""
     if host == "::" and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -43,8 +43,8 @@ class Outputs(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A weight of the model, together with the module that stores the weight. Each expert's weight has a `Place` of its
-    own."""
+    """A weight of the model, and the module that stores it. In a layer with experts, each expert's weight has a `Place`
+    of its own."""
 
     name: str  # of the weight in the model
     weight: Any  # a weight description from `pagewire.network.operations`
@@ -53,11 +53,12 @@ class Place(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A language model, or one rank's part of it, that computes final hidden states and logits from token ids.
+    """A language model, or the part of it that one rank computes, which computes hidden states and logits from token
+    ids.
 
-    Each weight is stored in a submodule with the weight's name in the checkpoint, except for the LM head, whose
-    submodule is named "head". After the weights are loaded, `bind` makes the model ready to compute. Callers must run
-    the model under `torch.inference_mode`.
+    Each weight is stored in a submodule that has the weight's name in the checkpoint. An exception is the LM head,
+    which is in the submodule "head". Call `bind` after the weights are loaded, and then run the model under
+    `torch.inference_mode`.
     """
 
     head: Linear
@@ -101,7 +102,8 @@ class Decoder(nn.Module):
 
     @property
     def embedding(self) -> Any:
-        """The module that stores the embedding table: an `Embedding`, or a `Linear` such as a tied LM head."""
+        """The module that stores the embedding table. It is an `Embedding`, or a `Linear` if, for example, the LM
+        head's weight is also the embedding (tied embedding)."""
         return self.holders[embedding_of(self.network.operations)]
 
     def keep_float32(self) -> None:
@@ -114,8 +116,8 @@ class Decoder(nn.Module):
                 holder.float()
 
     def bind(self) -> None:
-        """Replace the weight names in the model's operations with the loaded weights, so that `forward` can run. Call
-        this once, after loading."""
+        """Make the model ready for `forward`: in its list of operations, replace the descriptions of weights by the
+        loaded weights. Call this once, after loading."""
         for weight in self.holders:
             if type(weight) is Vector:
                 self.holders[weight] = self._values(weight)
@@ -140,11 +142,9 @@ class Decoder(nn.Module):
         return step.buffers[self._head.input]
 
     def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
-        """Run one forward pass and return the hidden states of all tokens and the logits of the selected tokens.
-
-        `token_ids` and `positions` are [T] int64. `logit_rows` [R] int64 contains the indexes of the tokens for which
-        logits are computed. `attend` computes attention over the KV cache.
-        """
+        """Run one forward pass over T tokens. Return the hidden states of all tokens, and the logits of the R tokens in
+        `logit_rows`. `token_ids` and `positions` are [T] int64. `logit_rows` [R] int64 contains indexes of tokens.
+        `attend` computes attention over the KV cache."""
         hidden = self.forward(token_ids, positions, attend)
         began_ns = time.perf_counter_ns()
         if len(logit_rows):
@@ -155,9 +155,9 @@ class Decoder(nn.Module):
         return Outputs(hidden, logits, None, {"head": time.perf_counter_ns() - began_ns})
 
     def tables_digest(self, slopes: Sequence[float]) -> str:
-        """Return a SHA-256, in hexadecimal, of all tables that were computed from config.json and not read from the
-        checkpoint. These tables are the cosines and sines of all positions and the ALiBi `slopes` of all heads. All
-        ranks must return the same digest."""
+        """Return a SHA-256, in hexadecimal, of all tables that are computed from config.json and not read from the
+        checkpoint. All ranks must have equal tables, so the caller compares their digests. The tables are the cosines
+        and sines of all positions and the ALiBi `slopes` of all heads."""
         digests = [rope.digest for rope in self.ropes]
         return hashlib.sha256(b"".join([*digests, *(struct.pack("<d", slope) for slope in slopes)])).hexdigest()
 
@@ -193,8 +193,8 @@ _HOLDERS: dict[type, Callable[[Any, Operations], nn.Module | nn.Parameter]] = {
 
 
 def _place(root: nn.Module, name: str, holder: nn.Module | nn.Parameter) -> None:
-    """Register the module or parameter of a weight under its dotted name in `root`, and create the intermediate modules
-    that do not exist yet."""
+    """Register a weight's module or parameter in `root` under its dotted name, such as "layers.0.weight". Intermediate
+    modules that do not exist yet are created."""
     *path, last = name.split(".")
     for part, following in pairwise([*path, last]):
         if not hasattr(root, part):

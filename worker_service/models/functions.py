@@ -52,14 +52,14 @@ class Step:
     _looked_up: dict[object, Any] = field(default_factory=dict)
 
     def run_operation(self, operation: Any) -> None:
-        """Run one operation of the model and store its result in the operation's output buffer. An `Add` has no output
-        buffer: its result replaces its input."""
+        """Run one operation of the model, for example a matrix multiplication. Its result is stored in the operation's
+        output buffer. An `Add` writes its result to its input buffer instead."""
         name = operation.input if type(operation) is Add else operation.output
         self.buffers[name] = _FUNCTIONS[type(operation)](operation, self)
 
     def at_positions(self, table: Callable[[Tensor], Any]) -> Any:
-        """Return the rows of a position table, such as cosines and sines, at the positions of the step's tokens. The
-        result is cached for the rest of the step, because several layers need it."""
+        """Look up the rows of a table, such as the cosines and sines of rotary position embedding, at the positions of
+        the step's tokens. The result is cached for the rest of the step, because several layers need it."""
         if table not in self._looked_up:
             self._looked_up[table] = table(self.positions)
         return self._looked_up[table]

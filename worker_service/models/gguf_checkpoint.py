@@ -61,8 +61,8 @@ _WORKING_BYTES = 16  # temporary bytes per element: the code and its group's par
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The location, in a GGUF file, of a tensor that a checkpoint directory would store separately. The location is a
-    whole tensor of the file, or the rows of one expert in a tensor."""
+    """The location in a GGUF file of one weight, which a checkpoint directory would store as one tensor. It is a whole
+    tensor of the file, or the rows of one expert in a tensor that contains all experts of a layer."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,8 +70,11 @@ class _Source:
 
 
 class GgufCheckpoint(Tensors):
-    """The weights of a GGUF file, requested by their names in checkpoint directories. The constructor reads only the
-    header of the file. Each tensor is read on request."""
+    """The weights of a GGUF file. They are requested by the names that the tensors have in checkpoint directories with
+    safetensors files.
+
+    The constructor reads only the header of the file. Each tensor is read on request.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read the header of the GGUF file `path`. Raises CheckpointError if the file is not a supported GGUF file."""
@@ -97,8 +100,8 @@ class GgufCheckpoint(Tensors):
         return layout.format if in_size % layout.format.group_size == 0 else None
 
     def quantized(self, name: str, piece: Piece) -> StoredWeight:
-        """Read a quantised weight, or the rows and columns that `piece` selects, without conversion to floats. Raises
-        CheckpointError if the file cannot be read or a scale is not finite."""
+        """Read a quantised weight, or the rows and columns that `piece` selects. The codes and scales are returned
+        without conversion to floats. Raises CheckpointError if the file cannot be read or a scale is not finite."""
         row_index, columns = piece.rows_and_columns()
         return StoredWeight.join([rows.cut(columns) for _, rows in self._rows(name, row_index)])
 
@@ -142,12 +145,10 @@ class GgufCheckpoint(Tensors):
             piece.target[place].copy_(rows.dequantized()[(slice(None), *columns)])
 
     def _rows(self, name: str, index: slice) -> Iterator[tuple[slice, StoredWeight]]:
-        """Read the rows `index` of a tensor in chunks, without conversion to floats. Yield each chunk and its slice,
-        which is relative to the start of `index`.
-
-        For query and key projections, `index` must cover whole heads. Raises CheckpointError if the file cannot be read
-        or a scale is not finite.
-        """
+        """Read the rows `index` of a tensor in chunks, to limit the memory, without conversion to floats. Yield each
+        chunk and its slice, which is relative to the start of `index`. For query and key projections, `index` must
+        contain only whole attention heads. Raises CheckpointError if the file cannot be read or a scale is not
+        finite."""
         source = self._sources[name]
         own_name, shape = source.name, source.shape
         info, element_type = self._file.tensors[own_name], self._file.element_type(own_name)
@@ -191,8 +192,8 @@ class GgufCheckpoint(Tensors):
         return self._file.tensors[self._sources[name].name].type_name if name in self._sources else ""
 
     def _contained_tensors(self, own_name: str) -> Iterator[tuple[str, _Source]]:
-        """Yield the names and locations of the weights that one tensor of the file contains. A tensor contains itself
-        or, if it stacks the experts of a layer, one weight for each expert."""
+        """Yield the names and locations of the weights that one tensor of the file contains. If the tensor stacks the
+        experts of a layer, there is one weight for each expert, otherwise one weight for the tensor."""
         name, shape = self._checkpoint_name(own_name), self._file.tensors[own_name].shape
         if "{expert}" not in name or len(shape) != (2 if own_name.endswith(".bias") else 3):
             yield name, _Source(own_name, shape)
@@ -201,8 +202,8 @@ class GgufCheckpoint(Tensors):
             yield name.format(expert=expert), _Source(own_name, shape[1:], expert * shape[1])
 
     def _checkpoint_name(self, own_name: str) -> str:
-        """Return the name in checkpoint directories of a tensor of the GGUF file. A tensor without a counterpart keeps
-        its GGUF name."""
+        """Translate the name of a GGUF tensor to its name in checkpoint directories. If there is no such name, return
+        the GGUF name."""
         module, _, kind = own_name.rpartition(".")
         match = re.fullmatch(r"blk\.(\d+)\.(.+)", own_name)
         if match is None:
@@ -211,7 +212,7 @@ class GgufCheckpoint(Tensors):
         return f"model.layers.{layer}.{self._checkpoint_names[part]}" if part in self._checkpoint_names else own_name
 
     def _gguf_name(self, name: str) -> str:
-        """Return the name in the GGUF file of a tensor that has the name `name` in checkpoint directories."""
+        """Translate a tensor's name in checkpoint directories to its name in the GGUF file."""
         module, _, kind = name.rpartition(".")
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if match is None:
@@ -222,8 +223,8 @@ class GgufCheckpoint(Tensors):
 
 
 def _gguf_names(architecture: str) -> dict[str, str]:
-    """Return, for a GGUF architecture, the GGUF names of the tensors of a layer, keyed by their names in checkpoint
-    directories."""
+    """Return the GGUF names of the tensors of a layer, for one GGUF architecture. The keys are the names of the tensors
+    in checkpoint directories with safetensors files."""
     modules = {**_LAYER_MODULES, **_OTHER_LAYER_MODULES.get(architecture, {})}
     # If two GGUF names map to one module, the architecture's own name comes last and wins.
     own_modules = {ours: own for own, ours in modules.items()}
@@ -233,9 +234,9 @@ def _gguf_names(architecture: str) -> dict[str, str]:
 
 
 def _to_half_split(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of whole attention heads for rotary embedding. In the input, pairs of rows are neighbours: (0,
-    1), (2, 3) and so on. In the result, row i of a head is paired with row i + head_dim / 2. If `head_dim` is 1, the
-    rows are returned unchanged."""
+    """Reorder the rows of whole attention heads from GGUF's order to the order that `rotate` expects. In the input, the
+    two rows of a rotary pair are neighbours: (0, 1), (2, 3) and so on. In the result, row i of a head is paired with
+    row i + head_dim / 2. If `head_dim` is 1, the rows are returned unchanged."""
     if head_dim == 1:
         return rows
     heads = rows.unflatten(0, (-1, head_dim // 2, 2))

@@ -16,9 +16,9 @@ KeptProduct = Callable[[Tensor | None], Product]
 
 
 class Linear(nn.Module):
-    """A linear layer, x W^T + b, that is not an expert layer or that belongs to one expert.
+    """A linear layer, x W^T + b: an ordinary layer, or the weight of one expert in an `ExpertLinear`.
 
-    Call `finish_loading` after the weights are loaded. It prepares the weight for matrix multiplication.
+    After the weights are loaded, call `finish_loading`, which prepares the weight for matrix multiplication.
     """
 
     def __init__(self, projection: Projection, operations: Operations) -> None:
@@ -35,8 +35,9 @@ class Linear(nn.Module):
         self._operations = operations
 
     def finish_loading(self, dtype: torch.dtype, kept: KeptProduct | None = None) -> None:
-        """Prepare the loaded weight for matrix multiplication in `dtype`, the dtype in which the model computes.
-        `kept`, if given, supplies a weight that an earlier start already packed. Later calls do nothing."""
+        """Prepare the loaded weight for matrix multiplication in `dtype`, the dtype in which the model computes. If
+        `kept` is given, it supplies the weight as an earlier start of the worker already packed it. Calls after the
+        first do nothing."""
         if self.weight is None or self.product is not None:
             return
         self._dtype = dtype = torch.float32 if self.projection.is_float32 else dtype
@@ -51,8 +52,8 @@ class Linear(nn.Module):
         self.weight = weight if self.projection.has_row_lookup and not self.product.has_row_lookup else None
 
     def release_weight(self) -> StoredWeight:
-        """Return the weight of this layer, with its rows in the order of the outputs. The layer keeps no reference, so
-        that the caller can free the memory."""
+        """Return the weight of this layer, with its rows in the order of the outputs, and remove it from the layer. So
+        the caller can free the memory."""
         assert self.weight is not None
         weight = StoredWeight.join(self._parts or [StoredWeight(self.weight.data)])
         self.weight, self._parts = None, []
@@ -60,16 +61,16 @@ class Linear(nn.Module):
         return weight[torch.tensor(order)] if order else weight
 
     def added_bias(self) -> Tensor | None:
-        """Return the bias that this layer adds, in the order of the outputs. Return None if the layer has no bias or
-        another rank adds the bias."""
+        """Return the bias that this rank adds to the layer's outputs, in the order of the outputs. Return None if the
+        layer has no bias or another rank adds it."""
         if self.bias is None or not self.projection.adds_bias:
             return None
         order = self.projection.row_order
         return self.bias.data[torch.tensor(order)] if order else self.bias.data
 
     def add_part(self, weight: StoredWeight) -> None:
-        """Append the quantised weight of the next merged projection, for example of K after Q. Such parts replace the
-        corresponding rows of the float parameter `weight`."""
+        """Append the quantised weight of one part of a merged projection, such as Q, K or V, in the order of the parts.
+        Quantised parts are used instead of the corresponding rows of the float parameter `weight`."""
         self._parts.append(weight)
 
     def lookup_rows(self, indexes: Tensor) -> Tensor:
@@ -93,8 +94,8 @@ class Linear(nn.Module):
 
 
 class ExpertLinear(nn.ModuleList):
-    """One projection of a mixture-of-experts layer: the `Linear` layers of all experts, which have equal sizes. Each
-    token is multiplied only by the weights of its chosen experts."""
+    """One projection of a mixture-of-experts layer, with the weights of all experts. It contains one `Linear` for each
+    expert, all of equal size. Each token is multiplied only by the weights of its chosen experts."""
 
     def __init__(self, linears: Sequence[Linear], operations: Operations) -> None:
         super().__init__(linears)
@@ -108,9 +109,9 @@ class ExpertLinear(nn.ModuleList):
         return sum(linear.weight.nbytes for linear in linears if linear.weight is not None)
 
     def allocate(self, device: torch.device) -> dict[int, Tensor]:
-        """Allocate memory for the parameters of all experts, and return the memory of each parameter by the `id` of the
-        parameter. All weights lie in one allocation, and so do all biases, so that `stack` needs no copy. Quantised
-        weights get no memory here."""
+        """Allocate memory for the parameters of all experts. Return a dictionary with the memory of each parameter,
+        keyed by the `id` of the parameter. All weights are in one allocation, and all biases in another, so that
+        `stack` needs no copy. Quantised weights get no memory here."""
         memory: dict[int, Tensor] = {}
         linears = [linear for linear in self.linears if not linear.format.group_size]
         for parameters in ([linear.weight for linear in linears], [linear.bias for linear in self.linears]):
@@ -121,8 +122,8 @@ class ExpertLinear(nn.ModuleList):
         return memory
 
     def finish_loading(self, dtype: torch.dtype) -> None:
-        """Prepare the loaded weights of all experts for matrix multiplication, as one object. Quantised weights have
-        already been prepared for each expert, and are joined here."""
+        """Prepare the loaded weights of all experts for matrix multiplication, as one object. Quantised weights were
+        already prepared expert by expert while loading; here they are joined."""
         products = [linear.product for linear in self.linears if linear.product is not None]
         if products:
             assert len(products) == len(self)
@@ -136,9 +137,10 @@ class ExpertLinear(nn.ModuleList):
         self.product = self._operations.prepare_experts(weights, stack(added) if added else None, dtype)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Multiply each token by the weights of its chosen experts. A slot is one pair of token and chosen expert. `x`
-        has one row per token, [T, in_size], or one row per slot, [T * num_chosen, in_size]. `ids` [T, num_chosen]
-        contains the experts of each token. Return one row per slot, [T * num_chosen, sum(out_sizes)]."""
+        """Multiply each token by the weights of its chosen experts. A pair of a token and one of its chosen experts is
+        called a slot. `x` has one row per token, [T, in_size], or one row per slot, [T * num_chosen, in_size]. `ids`
+        [T, num_chosen] contains the chosen experts of each token. The result has one row per slot, [T * num_chosen,
+        sum(out_sizes)]."""
         assert self.product is not None
         return self.product(x, ids)
 
@@ -169,7 +171,7 @@ class Embedding(nn.Module):
         self._dtype = torch.float32
 
     def finish_loading(self, dtype: torch.dtype) -> None:
-        """Set the dtype of the rows that `lookup_rows` returns to `dtype`, the dtype in which the model computes."""
+        """Store the dtype in which the model computes. `lookup_rows` returns rows in this dtype."""
         self._dtype = dtype
 
     def lookup_rows(self, indexes: Tensor) -> Tensor:

@@ -108,8 +108,8 @@ def prepare_model(
 
 
 def _with_checkpoint_names(listed: OperationList, family: Family, checkpoint: Tensors) -> OperationList:
-    """Return the model's operations with the names that this checkpoint uses for the weights. A model family may have
-    several naming schemes (renamings). The scheme that matches the most tensors of the checkpoint is used."""
+    """Adapt the names of the weights in a list of operations to the names that this checkpoint uses. A model family may
+    have several naming schemes (renamings). The scheme that matches the most tensors of the checkpoint is chosen."""
     named = (renamed(listed, renaming) for renaming in family.renamings)
     return max(named, key=lambda each: _num_stored(each, checkpoint))
 
@@ -135,15 +135,17 @@ def _lacks_head(checkpoint: Tensors, listed: OperationList, path: Path, *, is_ti
 
 
 def _modules(listed: OperationList) -> list[str]:
-    """Return the checkpoint names of the linear modules of a model, whose weights may be quantised."""
+    """Return the checkpoint names of all linear modules in a list of operations. These are the modules whose weights
+    may be quantised."""
     projections = [weight for weight in weights_of(listed) if type(weight) is Projection]
     return [module for projection in projections for module in projection.modules]
 
 
 def _share_embedding_rows(listed: OperationList, checkpoint: Tensors, operations: Operations) -> OperationList:
-    """Return operations in which the embedding reads its rows from a linear layer, where that saves memory. If the
-    embedding is tied, it reads the weight of the LM head. If the checkpoint's embedding is quantised in a format that
-    can be kept, the embedding becomes a linear layer of its own. Otherwise nothing changes."""
+    """Save memory by reading embedding rows from the weight of a linear layer. If the embedding is tied, it reads the
+    weight of the LM head. If the checkpoint's embedding is quantised in a format that can be kept in memory, the
+    embedding becomes a linear layer of its own. Return the changed list of operations, or the same list if neither is
+    the case."""
     embedding, head = embedding_of(listed), head_of(listed)
     if embedding.name == head.name:
         return with_rows_of(listed, head)
@@ -170,9 +172,9 @@ def _quantize_all(
 
 
 def _keep_float32(model: Decoder, device: torch.device) -> None:
-    """Keep in float32 the weights that the model uses in float32: routers, attention sinks, and norm weights to which 1
-    is added. On a CPU, the cosines and sines of the rotary embedding stay in float32 too. The fused CPU decoder needs
-    them in float32 and would otherwise hold a second copy."""
+    """Convert to float32 the weights that the model uses in float32, whatever its dtype: routers, attention sinks, and
+    norm weights to which 1 is added. On a CPU, the cosines and sines of the rotary embedding are kept in float32 too,
+    because the fused CPU decoder needs them in float32 and would otherwise make a second copy."""
     model.keep_float32()
     for rope in model.ropes if device.type == "cpu" else ():
         rope.keep_float32()
@@ -188,7 +190,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """A model whose weights are not allocated yet, with the checkpoint that contains the weights and the settings for
+    """A model whose weights are not allocated yet, the checkpoint from which they will be read, and the settings for
     loading them."""
 
     model: Decoder
@@ -200,9 +202,9 @@ class UnloadedModel:
     quantization: str | None = None  # the format to which weights are quantised while they load
 
     def footprint(self) -> Footprint:
-        """Compute the memory in bytes that the model needs, after loading and at the peak during loading. Packing a
-        weight makes a copy, and the original is released before the next weight is packed. Quantised weights are
-        decoded before they are packed."""
+        """Compute how much memory, in bytes, the model needs after loading, and at the peak during loading. The peak
+        includes the copy that packing a weight makes. The original is released before the next weight is packed. For a
+        quantised weight, the peak also includes its decoded form."""
         operations, experts = self.operations, self._experts()
         scaled = [linear for linear in self._linears() if linear.format.group_size]
         floats = [(linear, linear.weight.nbytes) for linear in self._linears() if linear.weight is not None]
@@ -235,8 +237,8 @@ class UnloadedModel:
         return self.operations.quantized_bytes(linear.format, *linear.shape)
 
     def _unpacked_bytes(self, linear: Linear) -> int:
-        """Estimate the bytes of the unpacked codes and scales of a quantised layer while its weight is packed. The
-        estimate is doubled if the weight consists of parts that must be joined."""
+        """Estimate the temporary memory, in bytes, of the unpacked codes and scales of a quantised layer while its
+        weight is packed. The estimate is doubled if parts of the weight must be joined first."""
         is_whole = self.quantization is not None and len(linear.projection.parts) == 1
         return int((1 if is_whole else 2) * _UNPACKED_BYTES * math.prod(linear.shape))
 
@@ -246,8 +248,8 @@ class UnloadedModel:
         return [parameter for parameter in self.model.parameters() if id(parameter) not in left_out]
 
     def describe_quantization(self) -> str | None:
-        """Describe in one log line how the model's quantised weights are used. Return None if no weight is
-        quantised."""
+        """Return a log line that tells the operator how the model's quantised weights are used. Return None if no
+        weight is quantised."""
         if self.quantization is not None:
             eight = ", embedding and head to 8 bits" if BITS[self.quantization] < 8 else ""
             return f"linear weights are quantised to {self.quantization} in groups of {GROUP_SIZE}{eight}"
@@ -261,8 +263,9 @@ class UnloadedModel:
         )
 
     def describe_weights(self) -> str:
-        """Return the name of the format of the model's weights, for logs and status. The name is the format to which
-        weights are quantised while they load, else the checkpoint's quantised format, else the float dtypes."""
+        """Return the name of the format of the model's weights, for logs and status. If the weights are quantised while
+        loading, it is the format to which they are quantised. Otherwise it is the checkpoint's quantised format, or, if
+        no weight is quantised, the names of the float dtypes."""
         return self.quantization or " and ".join(self.checkpoint.formats) or self.describe_dtypes()
 
     def describe_dtypes(self) -> str:

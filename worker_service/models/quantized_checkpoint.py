@@ -25,9 +25,10 @@ _MAX_MATCHING_S = 60.0
 
 
 def formats_of(quantization: Quantization, modules: Iterable[str]) -> dict[str, WeightFormat]:
-    """Return the quantised format of each linear module whose weight is quantised, keyed by the name of the module. The
-    rules in the checkpoint's quantization_config decide, and the first rule that matches a module counts. Raises
-    CheckpointError if a pattern is invalid or takes too long to match (0.2 s for one module, 60 s in total)."""
+    """Find the quantised format of each linear module according to the rules in the checkpoint's quantization_config.
+    The first rule that matches a module applies. Return the formats keyed by the names of the modules; modules that are
+    not quantised are left out. Raises CheckpointError if a pattern is invalid or takes too long to match (0.2 s for one
+    module, 60 s in total)."""
     end, found = time.thread_time() + _MAX_MATCHING_S, {}
     for module in modules:
         for rule in quantization.rules:
@@ -44,7 +45,7 @@ def formats_of(quantization: Quantization, modules: Iterable[str]) -> dict[str, 
 
 def is_found(rule: QuantizationRule, module: str, timeout_s: float) -> bool:
     """Return whether a rule of the checkpoint's quantization_config applies to a module. Raises CheckpointError if the
-    rule's regular expression is invalid or does not finish within `timeout_s` seconds. The package `regex` is used
+    rule's regular expression is invalid or takes longer than `timeout_s` seconds to match. The package `regex` is used
     because Python's `re` has no timeout."""
     if not rule.source[0]:
         return rule.pattern.search(module) is not None
@@ -66,16 +67,16 @@ class _Weight(NamedTuple):
 
 
 class QuantizedCheckpoint(Tensors):
-    """The weights of a checkpoint in which some linear weights are quantised, requested by name. Quantised weights are
-    decoded as they are read.
+    """The weights of a checkpoint in which the weights of some linear modules are quantised.
 
-    If a linear module's weight is stored as floats, without other tensors of its quantised format, the weight is read
-    as floats.
+    Quantised weights are decoded as they are read. If the checkpoint stores the weight of such a module as floats,
+    without the other tensors of the quantised format (such as scales), the weight is read as floats.
     """
 
     def __init__(self, checkpoint: Checkpoint, formats: Mapping[str, WeightFormat]) -> None:
-        """Wrap `checkpoint`. `formats` maps the names of linear modules to the quantised formats of their weights.
-        Raises CheckpointError if a file cannot be read or a layout is unknown."""
+        """Read quantised weights from the tensors of `checkpoint`. `formats` maps the names of linear modules to the
+        quantised formats of their weights. Raises CheckpointError if a file cannot be read or the layout of a weight is
+        unknown."""
         self._checkpoint = checkpoint
         weights = [_Weight(module, kept, layout_of(module, kept)) for module, kept in formats.items()]
         self._weights = {f"{weight.module}{_SUFFIX}": weight for weight in weights if self._is_stored(weight)}
@@ -107,9 +108,9 @@ class QuantizedCheckpoint(Tensors):
         return weight.layout.working_bytes(weight.format, num_elements)
 
     def check(self, name: str, piece: Piece) -> None:
-        """Check the dtypes and shapes of all tensors that store a weight. Raise CheckpointError if a tensor is missing
-        or does not fit, and ValueError if a rank's part of the weight would cut a group of inputs that share a
-        scale."""
+        """Check that all tensors that store a weight exist and have the expected dtypes and shapes. Raise
+        CheckpointError if not. Raise ValueError if this rank's part of the weight would begin or end within a group of
+        inputs that share a scale."""
         weight = self._weights.get(name)
         if weight is None:
             self._checkpoint.check(name, piece)
@@ -151,8 +152,8 @@ class QuantizedCheckpoint(Tensors):
         return has_others or own_name not in names or self._checkpoint.header(own_name).dtype not in FLOAT_BYTES
 
     def _names(self, weight: _Weight) -> dict[str, str]:
-        """Return the full names of the tensors that store a quantised weight, keyed by their suffixes, such as
-        "qweight". The names do not depend on the weight's size."""
+        """Return the full names of the tensors (codes, scales and so on) that store a quantised weight, keyed by their
+        suffixes, such as "qweight". The names are the same for weights of all sizes."""
         size = 32 * (weight.format.columns or 1)
         return {kind: f"{weight.module}.{kind}" for kind in self._stored(weight, 32, size)}
 

@@ -15,8 +15,11 @@ _WORKING_BYTES = 8  # temporary bytes per element: its float32 value, its code, 
 
 
 class QuantizingTensors(Tensors):
-    """The weights of a float checkpoint, quantised to 8 or 4 bits while they are read (`--quantization`). Every
-    quantised matrix is presented as [outputs, inputs], even if the checkpoint stores the matrix transposed."""
+    """A source of weights that reads a checkpoint with float weights and quantises them to 8 or 4 bits while loading
+    (`--quantization`).
+
+    Quantised matrices are returned as [outputs, inputs], even if the checkpoint stores a matrix transposed.
+    """
 
     def __init__(
         self,
@@ -26,14 +29,14 @@ class QuantizingTensors(Tensors):
         transposed: frozenset[str],
         head_dim: int,
     ) -> None:
-        """Wrap a source of float weights.
+        """Quantise the weights that are read from a source of float weights.
 
         Args:
             source: the checkpoint with float weights.
             quantize: quantises float32 [rows, columns] to the given number of bits, 8 or 4.
             bits: the number of bits of each weight to quantise, by name.
             transposed: names of the weights that the checkpoint stores as [inputs, outputs].
-            head_dim: rows are read from `source` in multiples of this number.
+            head_dim: the number of rows that are read from `source` together is a multiple of this number.
         """
         self.names = source.names
         self._source = source
@@ -73,8 +76,8 @@ class QuantizingTensors(Tensors):
         self._source.copy(name, piece.transposed() if name in self._transposed else piece)
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
-        """Return the format in which a weight is kept in memory: the quantised format if the weight is to be quantised,
-        else the checkpoint's format. See `Tensors.format` for None."""
+        """Return the format in which a weight will be kept in memory: the quantised format if the weight is one of
+        those to quantise, else the checkpoint's format. Return None as `Tensors.format` does."""
         return quantized_format(self._bits[name]) if name in self._bits else self._source.format(name, in_size)
 
     def quantized(self, name: str, piece: Piece) -> StoredWeight:

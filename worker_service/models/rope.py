@@ -31,8 +31,8 @@ class RotaryEmbedding(nn.Module):
         self.digest = b""  # SHA-256 of the tables in float32, once they are filled
 
     def keep_float32(self) -> None:
-        """Keep the tables of cosines and sines in float32. Rows that are looked up are still rounded to the previous
-        dtype of the tables."""
+        """Convert the tables of cosines and sines to float32. Rows that are looked up are still rounded to the dtype
+        that the tables had before this call."""
         self._dtype = self.cos.dtype
         self.float()
 
@@ -82,7 +82,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def query_scales(growth: QueryScaling, positions: Tensor) -> Tensor:
-    """Return the factors by which queries at these token positions are multiplied before attention, [T] float32. The
+    """Return the factor by which the query at each token position is multiplied before attention, [T] float32. The
     factors grow with the position. This is the attention temperature of Llama 4 (https://arxiv.org/abs/2501.19399)."""
     return 1 + growth.beta * torch.log1p((positions // growth.num_positions).float())
 

@@ -30,8 +30,8 @@ ExpertProduct = Callable[[Tensor, Tensor], Tensor]
 
 
 class Product(ABC):
-    """A weight [out_size, in_size] of a linear layer and its bias, prepared for matrix multiplication. Subclasses store
-    the weight in different layouts."""
+    """The weight [out_size, in_size] and the bias of a linear layer, prepared so that activations can be multiplied by
+    the weight. Each subclass stores the weight in another memory layout."""
 
     has_row_lookup = False  # whether `lookup_rows` is implemented
 
@@ -40,8 +40,9 @@ class Product(ABC):
         """Return x W^T + b for activations x: [T, in_size] -> [T, out_size]."""
 
     def to_float32(self, x: Tensor, out: Tensor | None) -> Tensor:
-        """Return x W^T in float32, if possible without rounding to the model's dtype. The layer must have no bias. The
-        result is written to the dense tensor `out`, or to new memory if `out` is None."""
+        """Return x W^T in float32. If the weight layout permits, the result is not rounded to the model's dtype first.
+        The layer must have no bias. The result is written to the dense tensor `out`, or to new memory if `out` is
+        None."""
         values = self(x)
         return values.float() if out is None else out.copy_(values)
 
@@ -81,8 +82,8 @@ class OnednnProduct(Product):
 
 
 class Operations:
-    """The computations of a model (matrix multiplication, normalization, attention and so on) in plain torch, on any
-    device. Faster implementations for CPUs and GPUs are subclasses.
+    """The computations of which a model consists (matrix multiplication, normalization, attention and so on), in plain
+    torch on any device. Subclasses implement them faster for CPUs and GPUs.
 
     All tensors have the model's dtype. Intermediate results in float32 are rounded at the same points as in
     transformers.
@@ -92,17 +93,20 @@ class Operations:
     sum_slots = staticmethod(sum_slots)
 
     def can_store(self, held: torch.dtype, computed: torch.dtype) -> bool:
-        """Return whether a weight can stay in the checkpoint's dtype `held` when the model computes in the dtype
-        `computed`."""
+        """Return whether a weight can be kept in the checkpoint's dtype `held` although the model computes in the dtype
+        `computed`. If not, the weight must be converted while loading."""
         return held == computed
 
     def prepare_product(
         self, weight: StoredWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
     ) -> Product:
-        """Prepare the weight and bias of a linear layer for multiplication with activations in the dtype `computed`.
-        The outputs have the dtype `computed` too. A weight whose format cannot be kept is converted to `computed`. If
-        `rounds_inputs` is true, the checkpoint expects inputs rounded to 8 bits, so an implementation may round
-        them."""
+        """Prepare the weight and the bias of a linear layer for multiplication with activations in the dtype
+        `computed`. The outputs have the dtype `computed` too. If the weight's format cannot be kept, the weight is
+        converted to `computed`.
+
+        If `rounds_inputs` is true, the checkpoint was made for inputs rounded to 8 bits, so that an implementation may
+        round them.
+        """
         floats = weight.to_floats(computed)
         if not self.packs(computed, floats.device):
             return DenseProduct(floats, bias)
@@ -114,8 +118,8 @@ class Operations:
         return stored.num_bytes(out_size, in_size)
 
     def quantize(self, values: Tensor, bits: int) -> StoredWeight:
-        """Quantise float32 values [rows, columns] to codes of 8 or 4 bits. `pagewire.kernels.quantized.quantize`
-        defines the rounding and the errors."""
+        """Quantise float32 values [rows, columns] to codes of 8 or 4 bits. The rounding and the errors are those of
+        `pagewire.kernels.quantized.quantize`."""
         return quantize(values, bits)
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
@@ -126,22 +130,22 @@ class Operations:
         return lambda x, ids: multiply(x, weights, ids, biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
-        """Combine the quantised weights of single experts, already prepared by `prepare_product`, into one object for
-        the whole expert layer. The given `products` must not be used afterwards. Raises NotImplementedError in plain
-        torch, which does not keep quantised weights."""
+        """Combine the quantised weights of a layer's experts into one object for the whole layer. Each weight was
+        already prepared by `prepare_product`. The given `products` must not be used afterwards. Raises
+        NotImplementedError in plain torch, which does not keep quantised weights."""
         raise NotImplementedError("plain torch widens quantised weights")
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
-        """Return whether `prepare_product` copies a weight on this device to a packed layout, so that loading needs
-        memory for both copies."""
+        """Return whether `prepare_product` copies a weight to another memory layout on this device. If so, both copies
+        are in memory for a time while the model is loaded."""
         if device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
         is_native_bfloat16 = computed == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return computed == torch.float32 or is_native_bfloat16
 
     def supports_row_lookup(self) -> bool:
-        """Return whether rows can be read from a packed weight, so that a tied embedding needs no copy of the
-        weight."""
+        """Return whether rows can be read from a weight after packing. If so, a tied embedding can use the packed LM
+        head and needs no copy of the weight."""
         return False
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -197,9 +201,9 @@ class Operations:
 
 
 def multiply_all(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None) -> Tensor:
-    """Multiply each token by its chosen experts, with the same result as `multiply_routed`, but run every expert on all
-    tokens and select the results. This is used on GPUs: while a CUDA graph is captured, the host cannot know the chosen
-    experts."""
+    """Multiply each token by its chosen experts, with the same result as `multiply_routed`. To do so, run every expert
+    on all tokens and select the results of the chosen experts. This is slower, but needed on GPUs: while a CUDA graph
+    is captured, the host cannot know the chosen experts."""
     experts = ids.flatten()[:, None]
     slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)
     outputs = slots.new_zeros(len(slots), weights.shape[1])

@@ -60,9 +60,9 @@ def load_weights(
 
 
 def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) -> None:
-    """Read one quantised part of a linear layer's weight and append it to the layer. If the part has fewer rows than
-    the layer, append rows of zeros. This happens to the LM head on the last of several ranks, whose last rows are
-    padding."""
+    """Read one part of a linear layer's quantised weight and add it to the layer. If the part has fewer rows than this
+    rank's share of the layer, add rows of zeros. This is the case for the LM head on the last of several ranks, where
+    the vocabulary is padded."""
     num_rows, in_size = piece.target.shape
     if num_rows:
         product.add_part(checkpoint.quantized(name, piece))
@@ -98,12 +98,12 @@ def choose_formats(
     narrowed: torch.dtype | None,
     can_store: Callable[[torch.dtype], bool],
 ) -> None:
-    """Choose the memory format of the weight of every linear layer and embedding. The checkpoint's format is kept if
-    the model can use it, else the weight is converted to `computed`. Float32 weights are stored as `narrowed` unless
-    `narrowed` is None.
+    """Choose the format in which the weight of every linear layer and embedding is kept in memory. Call this before the
+    weights are read.
 
-    All parts of a merged projection must have the same element type, and so must all experts of a layer; otherwise they
-    are converted to `computed`. Call this before the parameters have values.
+    The checkpoint's format is kept if the model can use it. Otherwise the weight is converted to the dtype `computed`.
+    Float32 weights are converted to `narrowed` unless `narrowed` is None. If the parts of a merged projection have
+    different element types, or the experts of a layer do, all of them are converted to `computed`.
     """
     kinds = [(place, type(place.weight)) for place in model.places]
     places = [place for place, kind in kinds if kind is Table or (kind is Projection and not place.weight.is_float32)]
@@ -128,8 +128,8 @@ def choose_formats(
 
 
 def _stored_formats(checkpoint: Tensors, weight: Any) -> Iterator[StoredFormat | None]:
-    """Yield the checkpoint's format of each part of a merged weight. A format is None if the part cannot be kept as
-    stored, for example a quantised embedding table or a transposed quantised weight."""
+    """Yield the checkpoint's format of each part of a merged weight. The value is None for a part that cannot be kept
+    as stored, for example a quantised embedding table or a transposed quantised weight."""
     is_table = type(weight) is Table
     for module in weight.modules:
         stored = checkpoint.format(f"{module}.weight", weight.width if is_table else weight.in_size)
@@ -138,14 +138,15 @@ def _stored_formats(checkpoint: Tensors, weight: Any) -> Iterator[StoredFormat |
 
 
 def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
-    """Return an upper bound on the temporary memory, in bytes, needed to read any one of the model's weights."""
+    """Return an upper bound on the temporary memory, in bytes, that reading the weights needs. Weights are read one
+    after the other, so it is the maximum over all weights."""
     sizes = {name: math.prod(pieces[0].shape or pieces[0].target.shape) for name, pieces in targets}
     return max((checkpoint.working_bytes(name, size) for name, size in sizes.items()), default=0)
 
 
 def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]]:
-    """Yield the names of the checkpoint tensors that fill one weight of the model. Each name comes with the pieces of
-    the tensor that this rank reads, and with their target memory."""
+    """List what must be read to fill one weight of the model. Yield (name, pieces): the name of a tensor in the
+    checkpoint, and the parts of this tensor that this rank reads, each with the memory to fill."""
     weight, holder = place.weight, place.holder
     if type(weight) is Vector:
         yield weight.name, [_piece(model.get_parameter(place.name).data, weight.values)]
@@ -165,8 +166,8 @@ def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]
 
 
 def _joined(parts: Sequence[Part]) -> Iterator[Part]:
-    """Yield the parts of a merged projection. Parts that are adjacent rows of the same checkpoint tensor are joined, so
-    that they are read together."""
+    """Join parts of a merged projection that are adjacent rows of the same checkpoint tensor, so that they are read
+    with one request. Yield the joined parts."""
     joined, *others = parts
     for part in others:
         if part.name == joined.name and part.rows.first == joined.rows.first + joined.rows.size:
@@ -178,8 +179,8 @@ def _joined(parts: Sequence[Part]) -> Iterator[Part]:
 
 
 def _piece(target: Tensor, *shares: Share) -> Piece:
-    """Return the piece of a checkpoint tensor that this rank reads into `target`, given the rank's share of each
-    dimension of the tensor."""
+    """Return a request to read a checkpoint tensor into `target`. `shares` gives the part of each dimension of the
+    tensor that this rank needs."""
     if all(share.is_whole for share in shares):
         return Piece(target)
     places = [share.stored for share in shares]

@@ -18,8 +18,8 @@ BY_NAME = {
 
 
 def layout_of(module: str, kept: WeightFormat) -> Layout:
-    """Return the layout in which the quantised weight of a linear module is stored. Raises CheckpointError if Pagewire
-    does not support the layout."""
+    """Return the layout (the set of tensors and their encoding) in which the quantised weight of a linear module is
+    stored. Raises CheckpointError if Pagewire does not support the layout."""
     if kept.layout not in BY_NAME:
         raise unserved(f"{module}.weight", kept.layout, f"in one of {', '.join(BY_NAME)}")
     return BY_NAME[kept.layout]

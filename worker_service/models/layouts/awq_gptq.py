@@ -63,13 +63,14 @@ def _decode_awq(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size
 
 
 def _awq_columns(numbers: Tensor) -> Tensor:
-    """Reorder the columns of a matrix from AutoAWQ's interleaved order to their natural order."""
+    """Reorder the columns of a matrix from the interleaved order in which AutoAWQ packs them to the order of the
+    weight's outputs."""
     return numbers.unflatten(1, (-1, 8)).index_select(2, _AWQ_NIBBLES).flatten(1)
 
 
 def _decode_gptq(num_less: int, kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> StoredWeight:
-    """Decode the tensors of a GPTQ weight. The first version of the format stores each zero point minus 1; `num_less`
-    is the number to add to the stored zero points."""
+    """Decode the tensors of a GPTQ weight. Checkpoints of the first GPTQ format store each zero point minus 1.
+    `num_less` is the number to add to the stored zero points: 1 for this format, otherwise 0."""
     zeros = (unpack(tensors["qzeros"], kept.bits) + num_less) & (2**kept.bits - 1)
     return _assembled(kept, tensors, unpack(tensors["qweight"].t(), kept.bits), zeros)
 

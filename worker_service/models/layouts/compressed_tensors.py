@@ -32,11 +32,9 @@ def _stored_bytes(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, 
 
 
 def _stored_words(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
-    """Return the expected tensors of a weight whose codes are packed into int32 words along the inputs
-    (pack-quantized).
-
-    The zero points may be stored in bytes, or also packed into words, along the outputs.
-    """
+    """Return the dtypes and shapes of the tensors in which a checkpoint stores a weight whose codes are packed into
+    int32 words along the inputs (format "pack-quantized"). The zero points may be stored in bytes, or packed into words
+    along the outputs."""
     packed = {"I32": ((_num_words(kept, num_blocks(out_size, kept.rows)), num_blocks(in_size, kept.columns)),)}
     return {
         "weight_packed": StoredTensor.of(("I32",), (out_size, _num_words(kept, in_size))),
@@ -49,8 +47,9 @@ def _stored_words(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, 
 def _scales_and_zeros(
     kept: WeightFormat, out_size: int, in_size: int, packed: Mapping[str, tuple[TensorShape, ...]] | None = None
 ) -> dict[str, StoredTensor]:
-    """Return the expected tensors of the scales and zero points of a weight. `packed` gives the allowed dtypes and
-    shapes of zero points that are packed into words instead of stored in bytes."""
+    """Return the dtypes and shapes of the tensors in which a checkpoint stores the scales and zero points of a weight.
+    `packed` gives the allowed dtypes and shapes of zero points that are packed into words. Otherwise they are stored in
+    bytes."""
     num_groups(kept, in_size)
     shapes = scale_shapes(kept, out_size, in_size)
     zeros = {} if kept.is_symmetric else {"weight_zero_point": StoredTensor({"I8": shapes, **(packed or {})})}

@@ -20,8 +20,8 @@ from worker_service.models.layouts.layout import (
 
 
 def _stored(scale_kind: str, kept: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
-    """Return the expected tensors of an FP8 weight. The scales are stored under the name `scale_kind`, or under
-    `weight_scale` in some checkpoints."""
+    """Return the dtypes and shapes of the tensors in which a checkpoint stores an FP8 weight. The tensor of the scales
+    is named `scale_kind`, or "weight_scale" in some checkpoints."""
     dtypes, shapes = (*SCALES, "F8_E8M0"), scale_shapes(kept, out_size, in_size)
     return {
         "weight": StoredTensor.of(("F8_E4M3",), (out_size, in_size)),

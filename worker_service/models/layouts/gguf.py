@@ -43,8 +43,8 @@ _Parts = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The memory format of a quantised GGUF type, such as Q4_K, and the function that decodes its blocks. `ElementType`
-    describes the size of the blocks."""
+    """The memory format of a quantised GGUF type, such as Q4_K, with the function that decodes its blocks. A block is a
+    number of values that are stored together; `ElementType` gives its size."""
 
     format: StoredFormat
     decode: Callable[[Tensor], _Parts]
@@ -62,7 +62,8 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """Unpack the highest bits of 5-bit codes, which are stored separately, as 0 or 16: [..., 4] -> [..., 32]."""
+    """Unpack the highest bit of each 5-bit code. These bits are stored apart from the lower four. The results are 0 or
+    16: [..., 4] -> [..., 32]."""
     return ((packed[..., None] >> _CODE_BITS) & 1).flatten(-2) << 4
 
 
@@ -88,8 +89,9 @@ def _decode_q5_1(blocks: Tensor) -> _Parts:
 
 
 def _scales_and_minimums(blocks: Tensor) -> _Parts:
-    """Unpack the eight 6-bit scales and the eight 6-bit minimums of each Q4_K or Q5_K block, and read the two float16
-    factors that multiply them. Return them by their names in `StoredWeight`."""
+    """Unpack the eight 6-bit scales and the eight 6-bit minima of each Q4_K or Q5_K block, and read the two float16
+    factors by which they are multiplied. Return a dictionary with these tensors, keyed by the attribute names of
+    `StoredWeight`."""
     low, middle, high = blocks[..., 4:16].split(4, dim=-1)
     scale = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=-1)
     minimum = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], dim=-1)

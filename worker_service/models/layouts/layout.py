@@ -23,8 +23,8 @@ ReadTensors = Mapping[str, Tensor]  # keyed by the suffixes of their names
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The dtypes and shapes that a checkpoint may use for one tensor of a quantised weight, such as the scales.
-    `shapes` maps each allowed dtype, as safetensors spells it, to the shapes allowed with that dtype."""
+    """The dtypes and shapes that a checkpoint may use for one tensor of a quantised weight, such as its scales.
+    `shapes` maps each allowed dtype, by its name in safetensors, to the shapes that are allowed with this dtype."""
 
     shapes: Mapping[str, tuple[TensorShape, ...]]
     is_optional: bool = False
@@ -111,8 +111,8 @@ def scale_shapes(kept: WeightFormat, out_size: int, in_size: int) -> tuple[Tenso
 
 
 def num_blocks(size: int, block: int) -> int:
-    """Return the number of quantization blocks along a dimension of length `size`. A `block` of 0 means one block that
-    covers the dimension."""
+    """Return how many quantization blocks of `block` elements are needed for a dimension of length `size`. If `block`
+    is 0, one block covers the whole dimension."""
     return -(-size // block) if block else 1
 
 
@@ -125,13 +125,13 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def signed(numbers: Tensor, bits: int) -> Tensor:
-    """Convert unsigned codes, stored with an offset of half the range of `bits` bits, to signed int8 codes."""
+    """Convert unsigned codes of `bits` bits to signed int8 codes. Half the number of possible codes is subtracted."""
     return (numbers - (1 << (bits - 1))).view(torch.int8)
 
 
 def expand_rows(blocks: Tensor, kept: WeightFormat, out_size: int) -> Tensor:
-    """Expand scales or zero points that several rows of a weight share, so that each row has its own: [blocks of rows,
-    blocks of columns] -> [out, blocks of columns]."""
+    """Repeat scales or zero points that several rows of a weight share, so that the result has one line for each row of
+    the weight: [blocks of rows, blocks of columns] -> [out, blocks of columns]."""
     rows = blocks.reshape(blocks.shape[0] if blocks.dim() else 1, -1)
     return rows if len(rows) == out_size else rows.repeat_interleave(kept.rows or out_size, 0)[:out_size]
 
@@ -146,8 +146,9 @@ def checked_scale(kind: str, stored: Tensor) -> Tensor:
 
 
 def groups_of_columns(kind: str, tensors: ReadTensors, num_groups: int) -> Tensor | None:
-    """Return the quantization group of each column of a weight (the g_idx tensor of GPTQ), or None if each group
-    consists of consecutive columns. Raises FaultyTensorError if a column refers to a group that does not exist."""
+    """Return the index of the quantization group to which each column of a weight belongs (the g_idx tensor of GPTQ).
+    Return None if each group consists of consecutive columns. Raises FaultyTensorError if a column refers to a group
+    that does not exist."""
     groups = tensors.get(kind)
     if groups is None:
         return None
@@ -160,8 +161,9 @@ def groups_of_columns(kind: str, tensors: ReadTensors, num_groups: int) -> Tenso
 
 
 def assemble(codes: Tensor, scale: Tensor, zeros: Tensor | None, column_groups: Tensor | None) -> StoredWeight:
-    """Return the weight `(code - zero) * scale` for int8 codes [out, in], and scales and zeros [out, groups]. If
-    `column_groups` is given, the columns of a group are not neighbours, and the weight is returned in floats."""
+    """Build the weight `(code - zero) * scale` from int8 codes [out, in], and scales and zero points [out, groups].
+    Normally each group consists of consecutive columns, and the weight stays quantised. If `column_groups` gives
+    another group for each column, the weight is returned in floats."""
     zeros = None if zeros is None or not zeros.any() else zeros.contiguous()
     if column_groups is None:
         return StoredWeight(codes, scale, codes.shape[1] // scale.shape[1], zero=zeros)
