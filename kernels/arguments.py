@@ -27,7 +27,7 @@ class Scoring:
         softcap: bounds the scores to softcap * tanh(score / softcap), before ALiBi. 0 means that the scores are not
             bounded (Gemma 2, https://arxiv.org/abs/2408.00118).
         sinks: [num_heads] float32, one additional score for each head. A sink has no value vector, and query, position
-            and softcap do not change it. It counts in the sum of the softmax (gpt-oss,
+            and softcap do not change it. It is included in the sum of the softmax (gpt-oss,
             https://arxiv.org/abs/2508.10925; after Xiao et al., "Efficient Streaming Language Models with Attention
             Sinks", 2023, https://arxiv.org/abs/2309.17453). None means no sinks.
     """
@@ -56,8 +56,8 @@ class Selection(NamedTuple):
 
 
 class NormRopeParams(NamedTuple):
-    """The norm weights and the cosines and sines that `norm_rope` applies to the query and key heads of a step of T
-    tokens."""
+    """The arguments with which `norm_rope` prepares the query and key heads of a step of T tokens: the norm weights,
+    and the cosines and sines of the rotation angles."""
 
     num_heads: int  # query heads, which come first
     query_weight: Tensor | None  # [head_dim], as in `rms_norm`; None: queries are not normalized

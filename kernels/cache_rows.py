@@ -12,8 +12,8 @@ _SCALE_BYTES = torch.float32.itemsize
 
 
 def row_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the number of elements in one row of a KV cache. A row stores the values of one head at one position, and
-    is followed by the bytes of a float32 scale if `dtype` is int8."""
+    """Return the number of elements in one row of a KV cache. A row stores the values of one head at one position. If
+    `dtype` is int8, the row also contains the bytes of a float32 scale."""
     return head_dim + _SCALE_BYTES if dtype == SCALED else head_dim
 
 
@@ -28,8 +28,8 @@ def write_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
 
     float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, https://arxiv.org/abs/2209.05433): values
     are rounded to nearest even and saturated at +-448; NaN stays NaN. int8: the scale is the largest absolute value of
-    the head divided by 127, and values are rounded to multiples of the scale. If a value of a head is not finite, the
-    scale of the head is not finite either, and reading the row returns no finite value.
+    the head divided by 127, and values are rounded to multiples of the scale. If a head contains infinity or NaN, its
+    scale is infinite or NaN too, and no value read from the row is finite.
     """
     if dtype == torch.float8_e4m3fn:
         return values.float().clamp(-448.0, 448.0).to(dtype)

@@ -21,12 +21,12 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
 
     Args:
         logits: [T, num_experts] float32, the output of the router.
-        routing: how logits become experts and weights.
+        routing: how many experts are chosen, and how their weights are computed from the logits.
         correction: [num_experts] float32, added to the scores that choose the experts. The weights do not include it.
 
     Returns:
-        Ids, [T, num_chosen] int64 in ascending order; and weights, [T, num_chosen] float32. Among equal scores the
-            lower id is chosen.
+        The ids of the chosen experts, [T, num_chosen] int64 in ascending order, and their weights, [T, num_chosen]
+            float32. Among equal scores the lower id is chosen.
     """
     scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
     # Ranking by logits gives the same order as the softmax, whose rounding could make different logits equal.

@@ -41,8 +41,8 @@ def fmix32(value: Numbers) -> Numbers:
 
 
 def noise_keys(seeds: Numbers, sample_indexes: Numbers, positions: Numbers) -> Numbers:
-    """Return the key of each row's random noise, [R] in [0, 2**32). The key is a hash of the row's seed, sample index
-    and position.
+    """Return one number per row from which the row's random noise is computed (its noise key), [R] in [0, 2**32). It is
+    a hash of the row's seed, sample index and position, so equal inputs give equal noise.
 
     Args:
         seeds: [R], the 64 bits of each seed.

@@ -66,7 +66,8 @@ def _furthest_from_zero(groups: Tensor) -> Tensor:
 
 
 def _rounded_away(values: Tensor) -> Tensor:
-    """Round values to the nearest integer. Halves are rounded away from 0, as in llama.cpp."""
+    """Round values to the nearest integer. A value halfway between two integers is rounded away from 0, as in
+    llama.cpp."""
     whole = values.trunc()
     return whole.add_(((values - whole) * 2).trunc_())
 

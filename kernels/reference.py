@@ -33,7 +33,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
     """Copy KV cache blocks within the cache, in place: block source_ids[i] to block target_ids[i], for all i.
 
-    The cache is [num_blocks, ...]; ids are [N]. Every target is named once, and no target is also a source.
+    The cache is [num_blocks, ...]; ids are [N]. No block may be a target twice, or both a source and a target.
     """
     for source, target in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
         cache[target] = cache[source]
@@ -75,10 +75,10 @@ def paged_attention(
     Args:
         query: [T, num_heads, head_dim]; each KV head is shared by num_heads / num_kv_heads consecutive query heads.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], in the layout of `write_rows`.
-        block_tables: [S, max_blocks], block ids; entries of blocks without a position to read are never read.
+        block_tables: [S, max_blocks], block ids; an entry is not read if no position of its block is read.
         seq_lens: [S], the number of positions of each row after this step.
         query_start_loc: [S + 1].
-        scoring: how dot products become attention weights.
+        scoring: the parameters that turn dot products into attention weights.
         selection: the blocks to read; None means all blocks of each row.
 
     Returns:

@@ -36,7 +36,7 @@ class SamplingColumns(NamedTuple):
         seeds: [R], the 64 bits of each seed.
         sample_indexes: [R].
         num_tokens: [R], the number of tokens that precede the sampled token, which is its position.
-        slots: [R], the line of each row in `token_counts`; no line twice. -1 means that the row has no line.
+        slots: [R], the line of each row in `token_counts`, without duplicates. -1 means that the row has no line.
         num_logprobs: [R], the number of tokens that a row reports besides the chosen token; -1 means no
             log-probabilities.
         bias_token_ids, bias_values: [R, max_biases], values that are added to the logits. An id of -1 marks an unused

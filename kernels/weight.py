@@ -130,8 +130,8 @@ class StoredWeight:
         return self.values.dtype
 
     def parts(self) -> dict[str, Tensor]:
-        """Return the tensors of this weight (values, scales, minima and so on) that are not None, by attribute name.
-        Each row of a tensor belongs to one output."""
+        """Return a dictionary of the tensors of this weight (values, scales, minima and so on) that are not None, keyed
+        by attribute name. Each row of a tensor belongs to one output."""
         names = ("values", "scale", "minimum", "zero", "scale_factor", "minimum_factor")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
@@ -174,10 +174,8 @@ class StoredWeight:
         return replace(self, scale=scale, minimum=minimum, scale_factor=None, minimum_factor=None)
 
     def dequantized(self) -> Tensor:
-        """Return the weight as floats, float32 [out_size, in_size].
-
-        The multiplication by the scale is rounded before the minimum is subtracted.
-        """
+        """Return the values that the weight represents, as float32 [out_size, in_size]. The product of code and scale
+        is rounded to float32 before the minimum is subtracted."""
         whole = self.without_factors()
         values = _widened(self.values)
         if whole.zero is not None:

@@ -93,7 +93,7 @@ class Structure:
 @functools.cache
 def _pointers(name: str) -> Mapping[str, tuple[int, torch.dtype | None]]:
     """Return the members of a C structure that are pointers, keyed by name. The value for each member is a tuple: its
-    index in the structure in 8-byte words, and the torch dtype of the values to which it points. The dtype is None if
-    the pointed type is not in `_POINTED`."""
+    index in the structure in 8-byte words, and the torch dtype of the values to which it points. The dtype is None for
+    pointers to other C types."""
     members = ((name, member) for name, member in ffi.typeof(name).fields if member.type.kind == "pointer")
     return {name: (member.offset // 8, _POINTED.get(member.type.item.cname)) for name, member in members}

@@ -65,7 +65,7 @@ class Compiler:
     """A C compiler that exists on this machine and answered `--version`.
 
     Attributes:
-        name: the name under which it was looked up, as the user may write it.
+        name: the name under which it was found, such as "gcc".
         command: the command line that runs it, beginning with the program's path.
         version: its output for `--version`.
     """
@@ -109,9 +109,10 @@ class Compiler:
 
 def find_compilers(named: str | None, refusals: dict[str, str]) -> Iterator[Compiler]:
     """Yield the C compilers that work on this machine: first the compiler `named` by the user, then cc, gcc and clang.
+    `named` is split into words as a shell would split it.
 
-    `named` is split into words as a shell would split it. A compiler is run only when the iteration reaches it.
-    `refusals` receives the reason for each name that does not work. A compiler with several names is yielded once.
+    A compiler is not run before the caller asks for it. If a name does not work, the reason is stored in `refusals`. A
+    compiler that has several names is yielded once.
     """
     found: set[tuple[str, ...]] = set()
     for name in dict.fromkeys((named, *NAMES) if named and named.strip() else NAMES):
@@ -133,10 +134,8 @@ def find_compilers(named: str | None, refusals: dict[str, str]) -> Iterator[Comp
 
 
 def _program(path: str) -> str:
-    """Return the real path of a compiler's program, so that one compiler under two names is recognised.
-
-    A wrapper such as ccache keeps its own path, since it runs a different compiler for each of its names.
-    """
+    """Return the real path of a compiler's program, so that `find_compilers` recognises one compiler under two names. A
+    wrapper such as ccache keeps its own path, because it runs a different compiler for each of its names."""
     real = os.path.realpath(path)
     return path if os.path.basename(real) in _WRAPPERS else real
 
@@ -147,12 +146,10 @@ def describe_refusals(refusals: dict[str, str]) -> str:
 
 @contextmanager
 def open_pipe() -> Iterator[tuple[int, BinaryIO]]:
-    """Open a pipe that kills running compilers when it is closed. Yield its reading end, which `run` passes to a
-    watcher process of each compiler, and its writing end.
-
-    When the writing end is closed, every compiler that runs with this pipe is killed. A compiler that starts afterwards
-    is killed too.
-    """
+    """Open a pipe that kills running compilers when it is closed, for example because this process ends. Yield the
+    reading end and the writing end. `run` passes the reading end to a watcher process of each compiler. When the
+    writing end is closed, all compilers that run with this pipe are killed. A compiler that starts afterwards is killed
+    too."""
     reading, writing = os.pipe()
     try:
         with os.fdopen(writing, "wb") as writer:

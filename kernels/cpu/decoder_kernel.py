@@ -27,11 +27,9 @@ _CACHES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, to
 
 
 class DecoderKernel:
-    """A whole model that runs in C: a list of operations that computes logits from token ids, with one call per step.
-
-    Activations are float32, and each matmul rounds its input as its packed weight specifies. The KV cache may have any
-    dtype of `_CACHES`.
-    """
+    """A model whose whole forward pass runs in C. It contains a list of operations that compute logits from token ids,
+    and C runs the list once per step. Activations are float32, and each matrix multiplication rounds its input as its
+    packed weight specifies. The KV cache may have any dtype of `_CACHES`."""
 
     def __init__(
         self,
@@ -39,13 +37,13 @@ class DecoderKernel:
         operations: Sequence[Any],
         all_reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Build the C form of a model from its operations and packed weights.
+        """Build the C structures of a model from its operations and packed weights.
 
         Args:
-            operations: operations of `pagewire.network.operations`. The last one is the head. Each weight is replaced
-                by its form for these kernels. A matrix is a `PackedLinear`, and the matrices of experts are a list of
-                these. A rope is a pair of cosines and sines of all positions. Other weights are tensors, float32 except
-                for tables.
+            operations: operations of `pagewire.network.operations`. The last one is the head. In place of each weight,
+                an operation contains what the kernels need: a `PackedLinear` for a matrix, a list of `PackedLinear` for
+                the matrices of experts, the cosines and sines of all positions for a rope, and otherwise a tensor, in
+                float32 except for tables.
             all_reduce: returns the sum of the tensors of all ranks, [T, width] float32. It is needed for `AllReduce`.
 
         Raises ValueError if the shapes of two weights do not match, or an operation reads a buffer that no earlier
@@ -144,7 +142,8 @@ class DecoderKernel:
 
         Returns:
             The final hidden states [T, hidden_size], the logits [R, out_size of the head], and the index of the highest
-            logit of each row, [R] int64. Of equal logits, the first one counts. The index is -1 if a row contains NaN.
+            logit of each row, [R] int64. If several logits are equal, the lowest index is returned. The index is -1 if
+                a row contains NaN.
 
         Raises:
             ValueError: shapes, strides or dtypes do not fit.
@@ -184,8 +183,8 @@ class DecoderKernel:
         return hidden, logits, highest
 
     def _run_all_reduce(self) -> int:
-        """Sum the exchange buffer over all ranks. C calls this function in the middle of a step, where the model needs
-        an all-reduce. Return the status code for C."""
+        """Sum the exchange buffer over all ranks. The C code calls this function in the middle of a step, where the
+        model needs an all-reduce. Return a status code for the C code."""
         assert self._all_reduce is not None
         self._exchanged.copy_(self._all_reduce(self._exchanged))
         return constants.DONE
@@ -194,13 +193,15 @@ class DecoderKernel:
         """Return the duration of each part of the last step (norms, matmuls, rotary embedding, attention, head) in
         nanoseconds, keyed by `PARTS`.
 
-        The duration of all-reduces is not included. Activation functions count as part of the matmuls ("products").
+        The duration of all-reduces is not included. The duration of activation functions is included in the matmuls
+        ("products").
         """
         return dict(zip(PARTS, self._tokens.at.times, strict=False))
 
     def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[Scoring]) -> None:
-        """Point the attention operations to a KV cache, with one pair of tensors per layer. Raises ValueError if the
-        layers differ in dtype, shape or strides, or do not fit the model."""
+        """Write the addresses and strides of a KV cache to the attention operations, so that the next step uses this
+        cache. The cache is a pair of tensors per layer. Raises ValueError if the layers differ in dtype, shape or
+        strides, or do not fit the model."""
         if kv_cache is self._cache[0]:
             return
         first_key, first_value = kv_cache[0]

@@ -197,12 +197,12 @@ class CpuKernels:
         """Multiply each token by the weights of its chosen experts, in float32, as
         `pagewire.kernels.experts.multiply_routed` does.
 
-        A slot is one pair of token and chosen expert. The output of a slot equals the output of `linear` and does not
-        depend on other slots.
+        Each pair of a token and one of its chosen experts is called a slot. The output of a slot equals the output of
+        `linear` and does not depend on other slots.
 
         Args:
             x: [T, in_size], a row per token, or [T * num_chosen, in_size], a row per slot.
-            ids: [T, num_chosen] int64, ascending in each row; trusted.
+            ids: [T, num_chosen] int64, ascending in each row; the values are not checked.
 
         Returns:
             One row per slot, [T * num_chosen, out_size].

@@ -64,8 +64,8 @@ class SeenTokens:
 
     @staticmethod
     def of_rows(columns: SamplingColumns, history: TokenHistory) -> "SeenTokens | None":
-        """Find the distinct tokens of all rows that have repetition, presence or frequency penalties. Return None if no
-        row has penalties."""
+        """Collect the distinct tokens of all rows that have repetition, presence or frequency penalties, with the
+        number of times that each occurs in the row's output. Return None if no row has penalties."""
         slots, num_tokens = columns.slots.numpy(), columns.num_tokens.numpy()
         penalized = np.flatnonzero(slots >= 0)
         if not len(penalized):
@@ -311,7 +311,8 @@ class _Kernel:
 
 
 class CpuSampler:
-    """A sampler of next tokens for CPUs, written in C. It gives the same results as `TorchSampler`."""
+    """A sampler of next tokens for CPUs, written in C. It returns the same tokens and log-probabilities as
+    `TorchSampler`."""
 
     def __init__(self, library: Any) -> None:
         self._kernel = _Kernel(library)

@@ -27,8 +27,8 @@ def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
     Args:
         cache: [num_blocks, ...]. A block is one dense piece of memory, or several pieces of equal size at a constant
             distance.
-        source_ids, target_ids: [N], int32 or int64, contiguous, on the cache's device. Every target is named once, and
-            no target is also a source. If sources and targets overlap, gather the sources and scatter them instead.
+        source_ids, target_ids: [N], int32 or int64, contiguous, on the cache's device. No block may be a target twice,
+            or both a source and a target. If sources and targets overlap, gather the sources and scatter them instead.
 
     Raises:
         ValueError: a block has another layout, the size of its pieces is not a multiple of 16 bytes, or the ids have

@@ -29,8 +29,8 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
         key, value: [T, num_kv_heads, head_dim], float16, bfloat16 or float32; the last dimension dense.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the same dtype or of float8_e4m3fn;
             the last dimension dense, any other strides. float8_e4m3fn saturates.
-        slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, no slot twice; a token with
-            slot -1 is skipped.
+        slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, without duplicates. A token
+            with slot -1 is skipped.
 
     Raises:
         ValueError: a shape, dtype or stride is not supported.
@@ -111,7 +111,8 @@ def _store_rows(source, cache, tokens, blocks, positions, heads, dims, mask):
 
 @triton.jit
 def cached(x, cache):
-    """Convert x to the dtype of a KV cache. 8-bit floats are saturated, and NaN stays NaN."""
+    """Convert x to the dtype of a KV cache. For 8-bit floats, values that are too large become the largest finite
+    value, and NaN stays NaN."""
     if cache.data.dtype.element_ty == tl.float8e4nv:
         wide = x.to(tl.float32)
         x = tl.clamp(wide, -_MAX_E4M3, _MAX_E4M3, propagate_nan=tl.PropagateNan.ALL)

@@ -70,9 +70,9 @@ class SplitPlan:
     separate programs read. The plan applies to all layers and includes scratch memory for the partial sums.
 
     The length of a split is about the number of positions of all rows divided by the number of wanted programs,
-    whatever the mixture of lengths. If that is short, the length is the number of positions divided by the number of
-    processors. So a fixed number of programs is enough for every step, and few programs are idle. A row with only one
-    split needs neither scratch memory nor the second launch.
+    whatever the mixture of lengths. If the result is small, the number of processors is used instead of the number of
+    programs. In this way, a fixed number of programs is enough for every step, and few programs are idle. A row with
+    only one split needs neither scratch memory nor the second launch.
 
     Attributes:
         split_starts: [S + 1] int32; row i has splits split_starts[i] to split_starts[i + 1], and a row of seq_len 0 has
@@ -110,8 +110,9 @@ class SplitPlan:
             num_rows: number of rows, S.
             num_heads, num_kv_heads, head_dim: sizes of the queries and the cache.
             device: device of the memory.
-            num_programs: number of programs that share the work, four per processor; 0 means derived from the device.
-            min_chunk: positions of the shortest split, a multiple of 16.
+            num_programs: number of programs that share the work, usually four per processor. 0 means four per processor
+                of `device`.
+            min_chunk: the smallest number of positions in a split, a multiple of 16.
 
         Raises:
             ValueError: a number is out of range, or num_programs is 0 and the device is not a GPU.
@@ -352,8 +353,8 @@ def _paged_attention_v2_kernel(
     splits, output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel that computes attention for one split of a row's KV cache per program. A row with only one split is
-    finished here. `_reduction_kernel` adds up the splits of the other rows."""
+    """Triton kernel that computes attention for one split of a row's KV cache per program. If a row has only one split,
+    the kernel writes the row's final result. If it has several, `_reduction_kernel` then adds up their results."""
     head, split = tl.program_id(0), tl.program_id(1)
     row = tl.load(splits.rows + split).to(tl.int64)
     if row < 0:
@@ -381,8 +382,8 @@ def _paged_attention_v2_kernel(
 def _reduction_kernel(
     splits, output, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE: tl.constexpr
 ):
-    """Triton kernel that adds up the partial attention results of all splits. Each program handles one query head of
-    one row. A row without splits gets zeros."""
+    """Triton kernel that adds up the partial attention results of a row's splits. Each program computes one query head
+    of one row. The result of a row without splits is zeros."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first_split = tl.load(splits.starts + row)
     past_split = tl.load(splits.starts + row + 1)

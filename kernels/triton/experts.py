@@ -27,8 +27,9 @@ _MIN_SUM = tl.constexpr(MIN_SUM)
 
 
 class ProductTile(NamedTuple):
-    """The part of a matrix multiplication that one program of a kernel processes at a time, and the launch options of
-    the kernel. The tile has `block_m` rows or slots, `block_n` outputs and `block_k` inputs."""
+    """The tile of a matrix multiplication, which is the part of the work that one program of the kernel processes at a
+    time, and the launch options of the kernel. The tile has `block_m` rows or slots, `block_n` outputs and `block_k`
+    inputs."""
 
     block_m: int
     block_n: int
@@ -52,14 +53,13 @@ RoutingShape = namedtuple(
 
 
 class SlotTable(NamedTuple):
-    """The slots of a mixture-of-experts layer sorted by expert, in the form that the matrix multiplication kernel
-    reads. A slot is one pair of token and chosen expert.
+    """The slots of a mixture-of-experts layer sorted by expert, for the matrix multiplication kernel. Each pair of a
+    token and one of its chosen experts is called a slot.
 
     Attributes:
         order: [T * num_chosen] int32, slots sorted by expert; the slots of an expert are in ascending order.
         ends: [num_experts] int32, the end of each expert's slots in `order`.
-        tile_experts: [the most tiles of any routing] int32, the expert of each tile; -1 means that the tile is not
-            used.
+        tile_experts: [maximum number of tiles] int32, the expert of each tile; -1 means that the tile is not used.
         tile_starts: int32 of the same size, the start of each tile's slots in `order`.
     """
 
@@ -83,12 +83,13 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
     `pagewire.kernels.experts.route_tokens` specifies.
 
     Args:
-        logits: [T, num_experts] float32, any row stride. NaN counts as the highest logit.
-        routing: how logits become experts and weights.
+        logits: [T, num_experts] float32, any row stride. NaN is treated as the highest logit.
+        routing: how many experts are chosen, and how their weights are computed from the logits.
         correction: [num_experts] float32, dense.
 
     Returns:
-        Ids, [T, num_chosen] int64 in ascending order; and weights, [T, num_chosen] float32.
+        The ids of the chosen experts, [T, num_chosen] int64 in ascending order, and their weights, [T, num_chosen]
+            float32.
 
     Raises:
         ValueError: a shape, stride or dtype is not supported, or there are fewer experts than the routing chooses.

@@ -336,7 +336,7 @@ def _load_halves(row, pair, HALF: tl.constexpr):
 
 @triton.jit
 def _scale(x, factor):
-    """Return x * factor, computed in float32 and rounded once to the dtype of x."""
+    """Return x * factor in the dtype of x. The product is computed in float32 and rounded once."""
     return (x.to(tl.float32) * factor.to(tl.float32)).to(x.dtype)
 
 

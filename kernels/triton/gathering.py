@@ -140,7 +140,7 @@ def _gather_columns_kernel(
     lines, seeds, slots, columns, row_seeds, column_stride, num_rows,
     NUM_LINES: tl.constexpr, PADDED_LINES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel that gathers the sampling parameters of TILE rows per program."""
+    """Triton kernel that collects the sampling parameters of TILE rows (running sequences) per program."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_row = row < num_rows
     slot = tl.load(slots + row, is_row, 0)

@@ -17,11 +17,8 @@ ALIGNMENT = 16  # bytes: Triton compiles one variant for addresses that are mult
 
 
 class Strided(NamedTuple):
-    """A tensor and its strides, passed to a Triton kernel as one argument. The last dimension must be dense, and its
-    stride is left out.
-
-    A kernel receives the fields of a tuple as separate parameters.
-    """
+    """A tensor and its strides, passed to a Triton kernel as one tuple, whose fields the kernel receives as separate
+    parameters. The last dimension must be dense, and its stride is left out."""
 
     data: Tensor
     strides: tuple[int, ...]
@@ -70,12 +67,12 @@ def operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLaunch:
-    """A Triton kernel with its grid and constants, for fast repeated launches that skip Triton's inspection of the
-    arguments.
+    """A Triton kernel with its grid and constants, which is launched many times. Repeated launches are fast because
+    they skip Triton's inspection of the arguments.
 
-    At every launch Triton inspects all arguments to find the matching compiled variant, which takes ten times as long
-    as the launch. Here the caller passes the kind of the arguments. Arguments of a kind that was launched before use
-    the variant of that launch.
+    At every ordinary launch, Triton inspects all arguments to find the matching compiled variant of the kernel. This
+    takes ten times as long as the launch itself. Here the caller instead passes a key for the arguments (their kind).
+    All launches with the same kind use the variant that was found at the first one.
 
     Attributes:
         kernel: a function of `triton.jit`.

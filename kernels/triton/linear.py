@@ -198,18 +198,20 @@ def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output
 
 
 def multiply_routed(x: Tensor, packed: PackedWeight, assignment: Assignment, biases: Tensor | None = None) -> Tensor:
-    """Return the expert outputs of a mixture-of-experts layer with quantised weights. A slot is one pair of token and
-    chosen expert, and its output is x W^T + b with the weight and bias of that expert.
+    """Return the expert outputs of a mixture-of-experts layer with quantised weights. Each pair of a token and one of
+    its chosen experts is called a slot. The output of a slot is x W^T + b, with the weight W and the bias b of the
+    slot's expert.
 
     Args:
         x: [T, in_size], one row per token, or [T * num_chosen, in_size], one row per slot; float16, bfloat16 or
             float32, any row stride.
-        packed: the weights of the same number of experts.
+        packed: the weights of all experts.
         assignment: the assignment of these slots, for the dtype of x.
         biases: [num_experts, out_size], dense, of the dtype of x or float32; or None.
 
     Returns:
-        Slots, [T * num_chosen, out_size], in the dtype of x. The sum, including the bias, is computed in float32.
+        The outputs of all slots, [T * num_chosen, out_size], in the dtype of x. The sum, including the bias, is
+            computed in float32.
 
     Raises:
         ValueError: a shape, stride or dtype is not supported.
@@ -503,7 +505,8 @@ def _multiply_kernel(
     num_units, num_groups, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Triton kernel that multiplies activations by a quantised weight. Each program computes BLOCK_N outputs for a tile
-    of rows. With a table, the tile contains slots (pairs of token and chosen expert) of the same expert.
+    of rows. If a table of slots (pairs of token and chosen expert) is given, a tile contains slots of the same expert
+    instead of rows.
 
     Tiles have the dimensions (outputs, rows). With several lanes they are (lanes, outputs, rows).
     """
@@ -535,8 +538,8 @@ def _sum_groups(
     x_at, is_member, weight, expert, columns, in_size, out_size, num_units, num_groups,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Return the outputs of one tile of the matrix multiplication, summed over all quantization groups of inputs:
-    [BLOCK_N, BLOCK_M] float32."""
+    """Compute the outputs of one tile of the matrix multiplication: multiply each quantization group of inputs, apply
+    its scales, and sum over all groups. Return [BLOCK_N, BLOCK_M] float32."""
     DEPTH: tl.constexpr = SHAPE.depth
     NUM_HALVES: tl.constexpr = SHAPE.num_halves
     ELEMENT: tl.constexpr = x_at.dtype.element_ty

@@ -37,8 +37,8 @@ class PagedAttention:
         plan: SplitPlan | None,
         selection: Selection | None = None,
     ) -> "PagedAttention":
-        """Prepare attention for a step in which the host knows how many rows decode. These rows come first, with one
-        query each.
+        """Prepare attention for a step in which the host knows how many rows (running sequences) decode. The decode
+        rows must come first, with one query each.
 
         Args:
             group: the layers.
@@ -75,12 +75,12 @@ class PagedAttention:
         query_start_loc: Tensor,
         plan: SplitPlan | None,
     ) -> "PagedAttention":
-        """Prepare attention for a step in which only the device knows which rows decode, so that one CUDA graph serves
-        any mixture of decode and prefill rows.
+        """Prepare attention for a step in which only the device knows which rows (running sequences) decode. So one
+        CUDA graph can be used for any mixture of decode and prefill rows.
 
-        Both kernels are launched over all rows, and programs of rows that belong to the other kernel end at once. The
-        first kernel writes zeros to one query for each of these rows; the second kernel then writes the queries of all
-        rows that do not decode.
+        The decode kernel and then the prefill kernel are launched over all rows. A program ends at once if its row
+        belongs to the other kernel. The decode kernel writes zeros to one query for each prefill row. The prefill
+        kernel runs afterwards and writes the results of all queries of the prefill rows.
 
         Args:
             group: the layers.

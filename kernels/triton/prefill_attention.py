@@ -78,14 +78,14 @@ def paged_prefill(
 
 @dataclass(frozen=True, slots=True)
 class PrefillAttention:
-    """The attention of `paged_prefill`, prepared once per step for a group of layers whose arguments differ only in
-    `LayerTensors`.
+    """The attention of `paged_prefill` for one step. It is prepared once per step for a group of layers. Then `launch`
+    computes each layer, for which only the `LayerTensors` differ.
 
     Attributes:
         rows: see `LayerGroup.rows`.
         query_start_loc: [S + 1] int32, on the device.
         num_rows: S.
-        attend: the launch.
+        attend: launches the attention kernel.
     """
 
     rows: tuple[Any, ...]

@@ -476,10 +476,11 @@ def _best_score(values, ids, line, tile, vocab_size, key, highest, temperature, 
     """Return the token with the best score (logit / temperature + noise) in a tile of logits and the preceding tiles,
     as (logit, noise, id).
 
-    Usually only the first tiles of a program contain a better score. An upper bound on the scores finds these tiles,
-    and only they compute logarithms. The bound uses two facts. The noise is at most -log(1 - u). The bits of a number,
-    read as an integer, give a piecewise linear function that is at most its log2. A tile that may contain a better
-    score is read again in parts, so that this rare case does not need registers in the common case.
+    Usually only the first tiles of a program contain a better score. To find these tiles cheaply, an upper bound on the
+    scores of each tile is computed first. Logarithms are computed only if the bound is high enough. The bound uses two
+    facts. The noise is at most -log(1 - u). The bits of a number, read as an integer, give a piecewise linear function
+    that is at most its log2. A tile that may contain a better score is read again in parts, so that this rare case does
+    not need registers in the common case.
     """
     best_logit, best_noise, best_id = best
     best_score = _scaled(best_logit, highest, temperature) + best_noise
@@ -509,8 +510,8 @@ def _best_score(values, ids, line, tile, vocab_size, key, highest, temperature, 
 def _choose_kernel(
     logits, vocab_size, counts, columns, groups, chunks, num_chunks, sampled, target, NUM_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel that chooses the token of one row per program, from the results of the scan of that row's chunks.
-    NUM_CHUNKS is a power of two and at least num_chunks."""
+    """Triton kernel that chooses the next token of one row per program. Its input is the results of `_scan_kernel`, one
+    for each chunk of the row. NUM_CHUNKS is a power of two and at least num_chunks."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k = tl.load(columns.temperature + row), tl.load(columns.top_k + row)
     top_p, min_p = tl.load(columns.top_p + row), tl.load(columns.min_p + row)
@@ -552,8 +553,8 @@ def _choose_kernel(
 
 @triton.jit
 def _order_key(values):
-    """Convert float32 numbers to int32 keys that sort in the same order. NaN has no valid key. `_from_order_key` is the
-    inverse function."""
+    """Convert float32 numbers to int32 keys that have the same order, so that thresholds can be searched among
+    integers. NaN has no valid key. `_from_order_key` is the inverse function."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

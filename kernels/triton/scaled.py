@@ -60,7 +60,8 @@ class ScaledWeight:
         scale: float32 [out_size], one scale per channel; or, for FP8 in blocks, [ceil(out_size / 128), ceil(in_size /
             128)].
         block_size: number of inputs that share a scale: in_size, or 128.
-        has_library: whether torch's own matrix multiplication supports this weight on this device; see `has_library`.
+        has_library: whether `torch._scaled_mm` can multiply by this weight on this device; see the function
+            `has_library`.
     """
 
     values: Tensor
@@ -82,12 +83,11 @@ def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack(weight: StoredWeight, device: torch.device) -> ScaledWeight | None:
-    """Convert a quantised weight for 8-bit matrix multiplication on the device. Return None if this module cannot
-    represent the weight exactly.
+    """Convert a quantised weight to a `ScaledWeight` on the device, for matrix multiplication in 8 bits. Return None if
+    this module cannot represent the weight exactly.
 
-    Not supported are: weights with zeros or minima; int8 weights with several scales in a row; and FP8 weights whose
-    scales are neither one per row nor one per block of 128 by 128. int8 weights with more than MAX_INPUTS inputs are
-    not supported either.
+    Not supported are weights with zeros or minima, int8 weights with several scales in a row, int8 weights with more
+    than MAX_INPUTS inputs, and FP8 weights whose scales are neither one per row nor one per block of 128 by 128.
     """
     parts, in_size, is_float = weight.without_factors().parts(), weight.values.shape[1], weight.element == FLOAT8
     values, scales = parts["values"], parts["scale"]
