@@ -76,8 +76,8 @@ class Tensors(ABC):
 
     @abstractmethod
     def copy(self, name: str, piece: Piece) -> None:
-        """Read a weight, or a part of it, into the target of `piece`, with conversion to the target's dtype. The piece
-        must have passed `check`. Raises CheckpointError if a file cannot be read."""
+        """Read a weight, or the part that `piece` selects, into the target of `piece`, and convert it to the target's
+        dtype. The piece must have passed `check`. Raises CheckpointError if a file cannot be read."""
 
     def quantized(self, name: str, piece: Piece) -> StoredWeight:
         """Read a weight, or the part that `piece` selects, and return it in quantised form. The target of the piece is

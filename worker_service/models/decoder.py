@@ -53,8 +53,7 @@ class Place(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A language model, or the part of it that one rank computes, which computes hidden states and logits from token
-    ids.
+    """A language model, or one rank's part of it. It computes hidden states and logits from token ids.
 
     Each weight is stored in a submodule that has the weight's name in the checkpoint. An exception is the LM head,
     which is in the submodule "head". Call `bind` after the weights are loaded, and then run the model under

@@ -100,8 +100,8 @@ def num_groups(kept: WeightFormat, in_size: int) -> int:
 
 
 def scale_shapes(kept: WeightFormat, out_size: int, in_size: int) -> tuple[TensorShape, ...]:
-    """Return the shapes that a checkpoint may use for the scales of a weight [out_size, in_size], with one scale per
-    block. Trailing dimensions of length 1 may be omitted."""
+    """Return the shapes that a checkpoint may use for the scales of a weight [out_size, in_size] with one scale per
+    quantization block. Dimensions of length 1 at the end may be left out."""
     num_rows, num_columns = num_blocks(out_size, kept.rows), num_blocks(in_size, kept.columns)
     if num_columns > 1:
         return ((num_rows, num_columns),)
@@ -177,8 +177,8 @@ def assemble(codes: Tensor, scale: Tensor, zeros: Tensor | None, column_groups: 
 
 
 def copy_floats(target: Tensor, weight: StoredWeight) -> None:
-    """Dequantise a weight into `target` [out, in], which may have any dtype. The weight is converted a few rows at a
-    time, to limit the temporary memory."""
+    """Convert a quantised weight to floats in `target` [out, in], which may have any dtype. The weight is converted a
+    few rows at a time, to limit the temporary memory."""
     for rows in _chunks(*target.shape):
         target[rows].copy_(weight[rows].dequantized())
 
