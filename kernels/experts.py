@@ -26,7 +26,7 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
 
     Returns:
         The ids of the chosen experts, [T, num_chosen] int64 in ascending order, and their weights, [T, num_chosen]
-            float32. Among equal scores the lower id is chosen.
+        float32. Among equal scores the lower id is chosen.
     """
     scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
     # Ranking by logits gives the same order as the softmax, whose rounding could make different logits equal.

@@ -46,8 +46,8 @@ class SamplingColumns(NamedTuple):
             outside the vocabulary marks an unused entry. Or None.
         min_num_tokens: [R], or None with `stop_token_ids`.
         masks: [M, ceil(vocab_size / 32)], the tokens that a row may choose: token i is bit i % 32 of number i // 32,
-            lowest bit first. The logits of all other tokens are -inf, whatever their bias. If all allowed tokens are
-            -inf, the chosen token is undefined. Or None.
+            lowest bit first. The logits of all other tokens are -inf, even if they have a bias. If all allowed tokens
+            are -inf, the chosen token is undefined. Or None.
         mask_lines: [R], the line of each row in `masks`; -1 means that all tokens are allowed. None with `masks`.
         logprob_token_ids: [R, max_listed], the num_logprobs[i] tokens that a row reports instead of the most likely
             tokens. An id of -1 marks an unused entry, and a row without used entries reports the most likely tokens. Or

@@ -142,8 +142,7 @@ class DecoderKernel:
 
         Returns:
             The final hidden states [T, hidden_size], the logits [R, out_size of the head], and the index of the highest
-            logit of each row, [R] int64. If several logits are equal, the lowest index is returned. The index is -1 if
-                a row contains NaN.
+            logit of each row, [R] int64. Among equal logits it is the lowest index; it is -1 if a row contains NaN.
 
         Raises:
             ValueError: shapes, strides or dtypes do not fit.

@@ -69,10 +69,10 @@ class SplitPlan:
     """The division of a decode step's rows (one running sequence each) into splits, pieces of a row's KV cache that
     separate programs read. The plan applies to all layers and includes scratch memory for the partial sums.
 
-    The length of a split is about the number of positions of all rows divided by the number of wanted programs,
-    whatever the mixture of lengths. If the result is small, the number of processors is used instead of the number of
-    programs. In this way, a fixed number of programs is enough for every step, and few programs are idle. A row with
-    only one split needs neither scratch memory nor the second launch.
+    The length of a split is about the number of positions of all rows divided by the number of wanted programs, for any
+    mixture of lengths. If the result is small, the number of processors is used instead of the number of programs. In
+    this way, a fixed number of programs is enough for every step, and few programs are idle. A row with only one split
+    needs neither scratch memory nor the second launch.
 
     Attributes:
         split_starts: [S + 1] int32; row i has splits split_starts[i] to split_starts[i + 1], and a row of seq_len 0 has

@@ -89,7 +89,7 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
 
     Returns:
         The ids of the chosen experts, [T, num_chosen] int64 in ascending order, and their weights, [T, num_chosen]
-            float32.
+        float32.
 
     Raises:
         ValueError: a shape, stride or dtype is not supported, or there are fewer experts than the routing chooses.
@@ -172,18 +172,18 @@ def choose_tile(num_slots: int, num_experts: int, dtype: torch.dtype) -> Product
 
 
 def multiply_routed(x: Tensor, weights: Tensor, assignment: Assignment, biases: Tensor | None = None) -> Tensor:
-    """Return the expert outputs of a mixture-of-experts layer. A slot is one pair of token and chosen expert, and its
-    output is x W^T + b with the weight and bias of that expert.
+    """Return the expert outputs of a mixture-of-experts layer. Each pair of a token and one of its chosen experts is
+    called a slot. The output of a slot is x W^T + b, with the weight W and the bias b of the slot's expert.
 
     Args:
         x: [T, in_size], one row per token, or [T * num_chosen, in_size], one row per slot; float16, bfloat16 or
             float32, any row stride.
         weights: [num_experts, out_size, in_size] of the same dtype, the last dimension dense.
-        assignment: the assignment of these slots to the same number of experts.
+        assignment: the slots sorted by expert, as `assign` returns them for the same number of experts.
         biases: [num_experts, out_size], dense, of the same dtype or float32; or None.
 
     Returns:
-        Slots, [T * num_chosen, out_size], in the dtype of x. The sum, including the bias, is computed in float32.
+        The outputs of all slots, [T * num_chosen, out_size], in the dtype of x. Sums, with the bias, are in float32.
 
     Raises:
         ValueError: a shape, stride or dtype is not supported.

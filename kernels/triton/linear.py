@@ -211,7 +211,7 @@ def multiply_routed(x: Tensor, packed: PackedWeight, assignment: Assignment, bia
 
     Returns:
         The outputs of all slots, [T * num_chosen, out_size], in the dtype of x. The sum, including the bias, is
-            computed in float32.
+        computed in float32.
 
     Raises:
         ValueError: a shape, stride or dtype is not supported.
