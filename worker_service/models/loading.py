@@ -172,9 +172,9 @@ def _quantize_all(
 
 
 def _keep_float32(model: Decoder, device: torch.device) -> None:
-    """Convert to float32 the weights that the model uses in float32, whatever its dtype: routers, attention sinks, and
-    norm weights to which 1 is added. On a CPU, the cosines and sines of the rotary embedding are kept in float32 too,
-    because the fused CPU decoder needs them in float32 and would otherwise make a second copy."""
+    """Convert to float32 the weights that the model uses in float32, even if it computes in another dtype: routers,
+    attention sinks, and norm weights to which 1 is added. On a CPU, the cosines and sines of the rotary embedding are
+    kept in float32 too, because the fused CPU decoder needs them in float32 and would otherwise make a second copy."""
     model.keep_float32()
     for rope in model.ropes if device.type == "cpu" else ():
         rope.keep_float32()
