@@ -66,7 +66,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.bad_grammars: dict[str, str] = {}  # texts of grammars that cannot be prepared, with the reasons
         self.reports_grammars = asyncio.Event()  # while unset, no grammar is reported as ready
         self.reports_grammars.set()
-        self.certificates: list[worker_pb2.CertificateValidity] = []  # certificates that heartbeats report
+        self.certificates: list[worker_pb2.CertificateLife] = []  # certificates that heartbeats report
         self.garbage = b""  # bytes of an unknown field, appended to the next result
 
     @classmethod

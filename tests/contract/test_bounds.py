@@ -136,7 +136,7 @@ async def test_kv_events(checkpoint: Path) -> None:
             assert 0 < held <= 5_000
         call.cancel()
         late = stack.stub.SubscribeKvEvents(pb.SubscribeKvEventsRequest(start_sequence_number=1))
-        with pytest.raises(grpc.aio.AioRpcError, match="are not held"):
+        with pytest.raises(grpc.aio.AioRpcError, match="are not available"):
             await late.read()
 
 

@@ -151,7 +151,7 @@ async def test_a_worker_and_a_scheduler_are_renewed_under_streams(
     port = free_port("127.0.0.1")
     files = site.dialled("scheduler", "worker")
     tomorrow = int(time.time()) + 86400
-    worker.certificates = [worker_pb2.CertificateValidity(flag="--tls-cert", begin=tomorrow - 864000, end=tomorrow)]
+    worker.certificates = [worker_pb2.CertificateLife(flag="--tls-cert", begin=tomorrow - 864000, end=tomorrow)]
 
     def certificates(unit: str) -> list[tuple[str, float]]:
         metrics = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
