@@ -227,4 +227,4 @@ def _check(added: AddedGrammar, vocab_size: int) -> None:
 
 
 def _ignore_report(report: GrammarReport) -> None:
-    """Ignore the report of a grammar, because no session with a scheduler has begun."""
+    """Drop the result of compiling a grammar. The worker uses this callback until a scheduler connects."""

@@ -598,8 +598,10 @@ def _lowest_kept(rows, groups, top_k, top_p):
 
 @triton.jit
 def _select(rows, groups, threshold):
-    """List the groups of 64 tokens that contain a token to keep: the highest scaled logit of the group is at least
-    `threshold`. Write the group numbers in ascending order, and return the number of groups in the list."""
+    """Find the groups of 64 tokens whose highest scaled logit is at least `threshold`.
+
+    Write their numbers into the list of the row in ascending order. Return the number of groups found.
+    """
     _, selected, _, highest, temperature = rows
     tops, _, num_groups = groups
     num_selected = tl.full([], 0, tl.int32)

@@ -221,8 +221,8 @@ def multiply_rounded(
     """Return x W^T + b for activations that `round_rows` has already rounded to 8 bits for this weight. See `multiply`
     for the other arguments.
 
-    cuBLAS computes the product if there are many rows, it supports the weight, `bias` is None and the output is
-    bfloat16.
+    The multiplication runs in cuBLAS if cuBLAS supports the weight, there are many rows, `bias` is None, and the
+    output is bfloat16. Otherwise it runs in a Triton kernel.
     """
     is_library = weight.has_library and bias is None and output_dtype == torch.bfloat16
     if is_library and len(rounded.values) >= _MIN_LIBRARY_ROWS:

@@ -178,8 +178,10 @@ class WaitingOrder:
         self._fresh: OrderedDict[SequenceGroup, None] = OrderedDict()
 
     def join(self, cache: CacheManager, groups: list[SequenceGroup], now: float) -> None:
-        """Set the order of all waiting requests again for a newly connected worker. `cache` is the KV cache of the
-        worker."""
+        """Recompute the order of all waiting requests after a worker has connected.
+
+        The order depends on the tokens of each prompt that are in the worker's KV cache, which is `cache`.
+        """
         if not self._policy.moves_keys:
             return
         self._retention = Retention(cache, self._new_expectation())

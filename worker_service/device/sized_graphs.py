@@ -26,9 +26,10 @@ class SizedGraphs(Generic[G]):
     """
 
     def __init__(self, sizes: Sequence[int], what: str) -> None:
-        """Create an empty collection. `sizes` must ascend; if it is empty, no graphs are captured.
+        """Create a collection that contains no CUDA graphs yet.
 
-        `what` names the unit of the sizes in logs.
+        `sizes` are the sizes to capture, for example batch sizes, in ascending order. If it is empty, `capture` does
+        nothing. `what` is the unit of the sizes in log lines, for example "tokens".
         """
         self.sizes = tuple(sizes)
         self._what = what

@@ -52,9 +52,11 @@ class DeviceTable:
     def tokens(
         self, slots: Tensor, lengths: Tensor, row_slots: Tensor, num_blocks: int | None = None
     ) -> GatheredTokens:
-        """Gather the new tokens and the block tables of a step's sequences from the GPU's table.
+        """Copy the tokens to compute and the block tables of a step's sequences into dense tensors.
 
-        See `pagewire.kernels.gathering.gather_tokens`. If `num_blocks` is None, the block tables have their full width.
+        The GPU keeps this state for all running sequences.
+
+        If `num_blocks` is None, the block tables have their full width. See `pagewire.kernels.gathering.gather_tokens`.
         """
         tables = RowTables(self.token_ids, self.block_tables, self._limits.block_size)
         num_blocks = self._limits.max_num_blocks if num_blocks is None else num_blocks

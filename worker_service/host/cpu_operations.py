@@ -70,7 +70,7 @@ class CpuProducts(CpuOperations):
     ) -> Product:
         """Pack a weight and its bias for the C kernels, and return the matrix multiplication.
 
-        `rounds_inputs` has no effect: inputs are rounded no more than the kernels round inputs anyway.
+        `rounds_inputs` has no effect, because these kernels do not round inputs further for it.
         """
         if not self.can_store(weight.element, computed):
             weight = StoredWeight(weight.to_floats(computed))

@@ -77,7 +77,7 @@ class QuantizingTensors(Tensors):
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
         """Return the format in which a weight will be kept in memory: the quantised format if the weight is one of
-        those to quantise, else the checkpoint's format. Return None as `Tensors.format` does."""
+        those to quantise, else the checkpoint's format. Return None if the weight is missing or must be converted."""
         return quantized_format(self._bits[name]) if name in self._bits else self._source.format(name, in_size)
 
     def quantized(self, name: str, piece: Piece) -> StoredWeight:

@@ -73,7 +73,10 @@ class SamplingTable:
 
     @property
     def is_penalized(self) -> NDArray[np.bool_]:
-        """[num_slots], whether the sequence in a slot has penalties, which depend on the tokens that it already has."""
+        """For each slot, whether its sequence has penalties, [num_slots].
+
+        Penalties need counts of the sequence's earlier tokens.
+        """
         return self._integers["slots"] >= 0
 
     def open(self, opening: RowOpening) -> None:

@@ -140,8 +140,9 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _rope(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str, Any]:
-    """Return the config.json settings for the rotary position embeddings of a model in a GGUF file. The divisors of
-    single frequencies, in the tensor rope_freqs.weight, are not included: they are read with the weights.
+    """Return the config.json settings for the rotary position embeddings of a model in a GGUF file.
+
+    The tensor rope_freqs.weight, which scales each frequency, is not included. It is read with the weights.
     """
     scaling = Metadata(keys.file, f"{keys.prefix}rope.scaling.")
     kind = scaling.text("type", "linear" if scaling.has("factor") else "none")

@@ -60,8 +60,10 @@ def decode_delta(response: scheduler_pb2.GenerateResponse) -> Delta:
 
 
 def decode_end(sequence_id: int, delta: scheduler_pb2.GenerateResponse) -> SequenceEnd:
-    """Decode the end of a sequence from the last GenerateResponse of its sample. Its times are 0 or None, because the
-    message contains no times."""
+    """Convert the last GenerateResponse of a sample into the core's end event of the sample's sequence.
+
+    The message contains no times, so the times of the event are 0 or None.
+    """
     return SequenceEnd(
         sequence_id=sequence_id,
         reason=_END_REASONS[delta.finish_reason],

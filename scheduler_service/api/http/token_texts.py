@@ -87,8 +87,10 @@ class TokenTexts:
         return {entry.token_id: own} | ranked
 
     def _readable(self, token_id: int) -> str:
-        """Return the text of a token, in which U+FFFD replaces invalid UTF-8. Different tokens may have the same text,
-        but the answer also contains the token's id."""
+        """Return the text of a token. U+FFFD replaces bytes that are not valid UTF-8.
+
+        Several tokens may have the same text. Clients can distinguish such tokens by their ids in the HTTP answer.
+        """
         return self.bytes_of(token_id).decode(errors="replace")
 
 

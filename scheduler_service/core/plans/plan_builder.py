@@ -236,8 +236,8 @@ class PlanBuilder:
         return not num_values or num_values + 2 * sequence.num_tokens <= _MAX_OPENING_VALUES
 
     def open(self, opening: RowOpening) -> None:
-        """Add the start of a sequence to the plan. `opening` is the message that makes the worker create the state of
-        this sequence."""
+        """Add a new sequence to the plan. `opening` gives the worker the sequence's tokens, blocks and sampling
+        parameters."""
         self.openings.append(opening)
         self.num_opening_values += len(opening.token_ids) + len(opening.block_ids)
 

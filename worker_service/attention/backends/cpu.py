@@ -67,7 +67,10 @@ class CpuAttention:
         self._scorings = [shape.scoring(window, cpu) for window in shape.windows]  # one per layer
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> CpuAttend:
-        """Prepare the attention of one step. `kv_cache` has one entry per layer. See `AttentionBackend.prepare`."""
+        """Return the attention function of one step for the C kernels, with the step's block tables and lengths.
+
+        `kv_cache` has one entry per layer. See `AttentionBackend.prepare`.
+        """
         rows = PagedRows.of(batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
         return self.prepare_rows(rows, kv_cache)
 

@@ -144,8 +144,9 @@ class Unread:
         return found
 
     def ends_within(self, *markers: str) -> bool:
-        """Return whether the unread text is nothing but whitespace and the beginning of one of `markers` (tags). The
-        beginning may be empty or the whole marker.
+        """Return whether the unread text could still become whitespace followed by one of `markers` (tags).
+
+        The text then consists of whitespace and a prefix of a marker. The prefix may be empty or the whole marker.
         """
         place = self._past(_SPACES)
         rest = self.text[place : place + max(map(len, markers)) + 1]
