@@ -82,6 +82,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
     (site_packages / "pagewire").symlink_to(ROOT / "pagewire")
+    (folder / "mypy.ini").write_text("[mypy]\n[mypy-openai.*]\nignore_missing_imports = True\n")  # an example uses it
     return folder
 
 
