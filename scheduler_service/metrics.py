@@ -130,7 +130,7 @@ _TOKEN_COUNTERS = {
 }
 # Counters: help text, and attribute of Metrics.
 _METRICS_COUNTERS = {
-    "pagewire:invariant_failures": ("Invariants of the scheduler found broken.", "num_invariant_failures"),
+    "pagewire:invariant_failures": ("Violations of the scheduler's invariants.", "num_invariant_failures"),
     "pagewire:mask_seconds": ("Time that the worker took to compute grammar masks.", "mask_seconds"),
     "pagewire:late_rows": (
         "Rows that missed a step because their grammar mask was not ready in time.",
@@ -159,8 +159,8 @@ _SERVICE_GAUGES = {
 
 # Counters: help text, and attribute of ServiceStats.
 _SERVICE_COUNTERS = {
-    "pagewire:worker_losses": ("Workers lost.", "num_worker_losses"),
-    "pagewire:epochs": ("Epochs begun.", "num_epochs"),
+    "pagewire:worker_losses": ("Lost workers.", "num_worker_losses"),
+    "pagewire:epochs": ("Epochs started.", "num_epochs"),
     "pagewire:log_lines_dropped": (
         "Log lines dropped because standard error was not read.",
         "num_log_lines_dropped",
@@ -178,7 +178,7 @@ _FRONT_END_COUNTERS = {
         "Output tokens delivered to its clients. The scheduler's vllm:generation_tokens_total includes them.",
         "num_generation_tokens",
     ),
-    "pagewire:frontend_failed_requests": ("Requests of its clients that failed.", "num_failed"),
+    "pagewire:frontend_failed_requests": ("Failed requests of its clients.", "num_failed"),
     "pagewire:log_lines_dropped": _SERVICE_COUNTERS["pagewire:log_lines_dropped"],
 }
 

@@ -18,12 +18,12 @@ def main() -> int:
     assert chosen, f"no state matches; there are {', '.join(state.name for state in STATES)}"
     with tempfile.TemporaryDirectory(prefix="first-hour-") as folder, commands.serving():
         Path(folder).chmod(0o755)
-        num_faults = sum(test_build(state, Path(folder), index) for index, state in enumerate(chosen))
+        num_faults = sum(run_state(state, Path(folder), index) for index, state in enumerate(chosen))
     print(f"{len(chosen)} states, {num_faults} at fault")
     return min(num_faults, 1)
 
 
-def test_build(state: State, folder: Path, index: int) -> bool:
+def run_state(state: State, folder: Path, index: int) -> bool:
     """Print a line of the table, and the full output if there is a fault. Returns whether there is a fault."""
     newcomer = Newcomer(folder / f"home{index}", folder / "cache")
     try:

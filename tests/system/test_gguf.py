@@ -110,7 +110,11 @@ def spoil_scale(path: Path) -> None:
 REFUSED = {
     "cut off": ({}, cut, "bytes, but tensor blk.3.attn_v.weight ends at byte "),
     "not GGUF": ({}, lambda path: path.write_bytes(b"{}"), "model.gguf is not a GGUF file: it begins with b'{}'"),
-    "architecture": ({"general.architecture": "mamba"}, None, "general.architecture is 'mamba', which is not supported"),
+    "architecture": (
+        {"general.architecture": "mamba"},
+        None,
+        "general.architecture is 'mamba', which is not supported",
+    ),
     "tokenizer": ({"tokenizer.ggml.model": "t5"}, None, "tokenizer.ggml.model is 't5', but must be gpt2"),
     "pre": ({"tokenizer.ggml.pre": "gpt-9"}, None, "tokenizer.ggml.pre is 'gpt-9', but must be one of default, gpt-2"),
     "scale": ({}, spoil_scale, "tensor blk.2.ffn_up.weight in "),

@@ -35,7 +35,7 @@ def is_running(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def run_uncaptured(output: Path, *parts: str) -> int:
+def rehearse(output: Path, *parts: str) -> int:
     return check.main(["--device", "cpu", "--jobs", "1", "--output", str(output), "--parts", *parts])
 
 
@@ -51,13 +51,13 @@ def test_a_part_runs_in_a_process_of_its_own_and_its_results_are_kept(
     # Each slice's process imports transformers, which takes seconds.
     monkeypatch.setattr(check, "CASES_PER_SLICE", 16)
     assert len(check.slices_of("graphs")) == 2
-    assert run_uncaptured(output, "sampling", "graphs") == 0
+    assert rehearse(output, "sampling", "graphs") == 0
     before = results_of(output)
     (sampled,) = before["sampling"]
     assert sampled["sequences"] == 16
     assert all("needs --device cuda" in result["unavailable"] for result in before["graphs"])
     monkeypatch.setattr(check, "CASES_PER_SLICE", 32)
-    assert run_uncaptured(output, "graphs") == 0
+    assert rehearse(output, "graphs") == 0
     assert results_of(output)["sampling"] == before["sampling"]
 
 

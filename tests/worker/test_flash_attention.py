@@ -14,7 +14,7 @@ from testing.kernels.device import choose_device
 
 DEVICE = choose_device()  # a Triton kernel writes keys and values
 
-from tests.worker import flash_attn_stand_in as substitute  # noqa: E402
+from tests.worker import flash_attn_stand_in as stand_in  # noqa: E402
 from tests.worker.attention_rows import NUM_LAYERS, PADDING, Rows, random_lengths  # noqa: E402
 from worker_service.attention import AttentionShape, DeviceRows, create_backend  # noqa: E402
 
@@ -25,10 +25,10 @@ SHAPE = AttentionShape(4, 2, 32, 256, torch.bfloat16, torch.bfloat16, (0, 0))
 @pytest.fixture
 def package(monkeypatch):
     """The state with flash-attn installed and an H200 as the GPU."""
-    install(monkeypatch, substitute)
+    install(monkeypatch, stand_in)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(substitute, "calls", [])
-    yield substitute
+    monkeypatch.setattr(stand_in, "calls", [])
+    yield stand_in
     install(monkeypatch, None)
 
 
@@ -154,7 +154,7 @@ def test_stand_in_takes_the_arguments_of_the_package():
     """Runs only where flash-attn is installed."""
     package = pytest.importorskip("flash_attn")
     for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
-        installed, ours = (inspect.signature(getattr(m, name)) for m in (package, substitute))
+        installed, ours = (inspect.signature(getattr(m, name)) for m in (package, stand_in))
         assert [(p.name, p.default) for p in ours.parameters.values()] == [
             (p.name, p.default) for p in installed.parameters.values()
         ]

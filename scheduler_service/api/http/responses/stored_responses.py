@@ -201,12 +201,15 @@ class StoredResponses:
         return encode(InputItemList(page, first, last, len(page) < len(items)))
 
     async def _find(self, response_id: str, field: str = "response_id") -> tuple[ResponseRecord, Any]:
-        """Load a stored response from the scheduler.
+        (
+            """Load a stored response from the scheduler.
 
         Return the response's record, and the scheduler's message with the state and output of the request that
         generates the response. Errors name `field`, the request field that contained the id. Raises RefusedError if
         the response is unknown.
-        """""
+        """
+            ""
+        )
         result = await self._ask("GetResult", scheduler_pb2.GetResultRequest, response_id, field)
         with contextlib.suppress(msgspec.MsgspecError):  # a record of another kind
             record = await self.in_turn(len(result.record), _decode_record, result.record)

@@ -55,7 +55,7 @@ def main(folder: str) -> int:
     with tempfile.TemporaryDirectory() as directory:
         report, ini = Path(directory, "report.xml"), Path(directory, "pytest.ini")
         ini.write_text("[pytest]\n")
-        plugins = ["-p", "substitute", "-p", "no:cacheprovider", "-p", "no:asyncio"]
+        plugins = ["-p", "stand_in", "-p", "no:cacheprovider", "-p", "no:asyncio"]
         options = [f"--rootdir={folder}", "-c", str(ini), f"--junitxml={report}", "-q", "--tb=no", "--no-summary"]
         paths = os.pathsep.join([folder, str(Path(__file__).parent)])
         command = [sys.executable, "-m", "pytest", *plugins, *options, *tests]
