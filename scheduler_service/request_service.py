@@ -84,7 +84,7 @@ class RequestService:
         self.model, files = read_model(config.model)
         warn_of(self.model)
         self.tokenizer_json = None if files is None else files.tokenizer_json()  # until the service runs
-        self.tokenizer = None if files is None else Tokenizer(files.path, self.tokenizer_json)
+        self.tokenizer = None if files is None else Tokenizer(files.path, self.tokenizer_json, self.model)
         self.text_limits = TextLimits(config.max_prompt_bytes, config.max_waiting_text_bytes)
         self.tenants = TenantFile(config.tenants) if config.tenants else None
         self.authenticator = Authenticator(self.tenants)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from scheduler_service.serving.checkpoint.infill_tokens import PromptParts
 from scheduler_service.serving.checkpoint.tokenizer import IncrementalDecoder, Tokenizer
 from scheduler_service.serving.refusal import ContextOverflow, RefusedError, invalid
 from scheduler_service.serving.turns import PIECE_SIZE, TenantBytes, Turns
@@ -59,24 +60,25 @@ class PromptTexts:
     async def encode_then(
         self,
         then: Callable[[list[int]], _Result],
-        text: str,
+        prompt: str | PromptParts,
         tenant: str,
         max_sequence_tokens: int,
         *,
         field: str,
         add_special_tokens: bool,
     ) -> _Result:
-        """Tokenize a prompt's text on a thread and call `then` with the token ids on the same thread. Return the result
+        """Tokenize a prompt on a thread and call `then` with the token ids on the same thread. Return the result
         of `then`. A list of token ids takes 36 bytes for each token; with this method no list has to wait for another
         turn of a thread. Raise RefusedError if the text is too long or cannot be tokenized."""
-        size = len(text.encode())
+        texts = (prompt,) if isinstance(prompt, str) else (part for part in prompt if isinstance(part, str))
+        size = sum(len(text.encode()) for text in texts)
         self._check_size(size, max_sequence_tokens, field)
         is_long = size > PIECE_SIZE
         try:
             with self._turns.waiting.held(tenant, size):
                 async with self._turns.turn(tenant, is_long=is_long):
                     made = await self._tokenizer.encode(
-                        text,
+                        prompt,
                         max_sequence_tokens - 1,
                         then,
                         add_special_tokens=add_special_tokens,

@@ -16,7 +16,12 @@ _KEEPING = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 # Values of tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 # The names of special tokens in checkpoint directories, keyed by their names in GGUF files.
-_NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+_NAMES = {
+    **{"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"},
+    # Tokens for infilling. The first three keys are in older files, and have no effect if the file has the newer key.
+    **{name: name for name in ("prefix", "suffix", "middle", "fim_rep", "fim_sep", "fim_pad")},
+    **{"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"},
+}
 # Texts of tokens that end an answer, whatever their type. The list follows llama.cpp (llama-vocab.cpp).
 _ENDS = frozenset(
     (
@@ -92,7 +97,7 @@ class SpecialTokens:
     an answer.
     """
 
-    by_name: Mapping[str, int]  # "bos", "eos", "unk" and "pad", if they exist
+    by_name: Mapping[str, int]  # by "bos", "eos", "unk", "pad" and the names of tokens for infilling
     ends: tuple[int, ...]
     controls: frozenset[int]  # tokens that are control tokens because of their text, whatever their type in the file
     tokens: list[str]
@@ -106,8 +111,8 @@ class SpecialTokens:
         tokens = keys.texts("tokens")
         known = {key: token_id for key, token_id in _SENTENCEPIECE_DEFAULTS.items() if token_id < len(tokens)}
         defaults = known if keys.text("model") == _SENTENCEPIECE else {}
-        named = {name: _token_id(keys, key, len(tokens), defaults.get(key)) for key, name in _NAMES.items()}
-        by_name = {name: token_id for name, token_id in named.items() if token_id is not None}
+        named = ((name, _token_id(keys, key, len(tokens), defaults.get(key))) for key, name in _NAMES.items())
+        by_name = {name: token_id for name, token_id in named if token_id is not None}
         by_text = _by_text(keys, tokens)
         by_key = {_token_id(keys, key, len(tokens)) for key in ("eot", "eom", *_FILL_IN_ENDS)} | {by_name.get("eos")}
         ends = by_text | {token_id for token_id in by_key if token_id is not None}

@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from tokenizers import Encoding, decoders
 from tokenizers import Tokenizer as HuggingFaceTokenizer
-from tokenizers import decoders
 
 from pagewire.common.gguf.tokenizer_files import read_tokenizer
+from scheduler_service.serving.checkpoint.infill_tokens import PromptParts, find_infill_tokens
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.turns import on_thread
 
 # The number of prompt tokens in a decoder's window. The space before the first output token depends on them.
@@ -51,8 +53,8 @@ def load_tokenizer(path: Path, text: str | None = None) -> HuggingFaceTokenizer:
 class Tokenizer:
     """A model's tokenizer. It encodes prompts on threads and decodes output tokens."""
 
-    def __init__(self, path: Path, text: str | None = None) -> None:
-        """See `load_tokenizer`."""
+    def __init__(self, path: Path, text: str | None = None, model: ModelInfo | None = None) -> None:
+        """See `load_tokenizer`. Without the properties of the `model`, tokens for infilling are not recognized."""
         self._tokenizer = load_tokenizer(path, text)
         self._path = path
         self._tokenizer.no_truncation()
@@ -67,12 +69,13 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_texts = frozenset(token.content for token in added.values() if token.special)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+        self.infill = None if model is None else find_infill_tokens(self._tokenizer, model)
         self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # caches, by skip_special_tokens
         self._bytes: dict[int, bytes] = {}  # a cache, by token
 
     async def encode(
         self,
-        text: str,
+        prompt: str | PromptParts,
         max_tokens: int,
         then: Callable[[list[int]], _Result],
         *,
@@ -81,13 +84,16 @@ class Tokenizer:
     ) -> _Result | int:
         """Tokenize a prompt on a thread, call `then` with the token ids on the same thread, and return the result of
         `then`. If the prompt has more than `max_tokens` tokens, do not call `then`, and return the number of tokens.
-        With `add_special_tokens`, the special tokens that surround a prompt are added. Raise ValueError if the text
+        With `add_special_tokens`, the special tokens that surround a prompt are added. Raise ValueError if a text
         cannot be tokenized.
+
+        The `prompt` is a text, or the parts of a prompt for infilling. The texts in such parts never become tokens for
+        infilling.
 
         With `is_long`, use a separate thread, so that short texts do not wait for long ones.
         """
         threads, encode = (self._long_text_thread, self._encode_long) if is_long else (self._threads, self._encode)
-        return await on_thread(threads, partial(encode, text, max_tokens, add_special_tokens, then))
+        return await on_thread(threads, partial(encode, prompt, max_tokens, add_special_tokens, then))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self._byte_tokens.keys().isdisjoint(token_ids):
@@ -154,10 +160,10 @@ class Tokenizer:
         self._long_text_thread.shutdown(wait=False, cancel_futures=True)
 
     def _encode_long(
-        self, text: str, max_tokens: int, add_special_tokens: bool, then: Callable[[list[int]], _Result]
+        self, prompt: str | PromptParts, max_tokens: int, add_special_tokens: bool, then: Callable[[list[int]], _Result]
     ) -> _Result | int:
         try:
-            return self._encode(text, max_tokens, add_special_tokens, then)
+            return self._encode(prompt, max_tokens, add_special_tokens, then)
         finally:
             # glibc would keep the freed memory: hundreds of megabytes after a text of one megabyte. The call releases
             # the interpreter's lock.
@@ -165,15 +171,28 @@ class Tokenizer:
                 _malloc_trim(0)
 
     def _encode(
-        self, text: str, max_tokens: int, add_special_tokens: bool, then: Callable[[list[int]], _Result]
+        self, prompt: str | PromptParts, max_tokens: int, add_special_tokens: bool, then: Callable[[list[int]], _Result]
     ) -> _Result | int:
+        if isinstance(prompt, str):
+            encoding = self._encoding(self._tokenizer, prompt, add_special_tokens=add_special_tokens)
+            # Creating the list of ids holds the interpreter's lock, so only do this if it is short enough.
+            return then(encoding.ids) if len(encoding) <= max_tokens else len(encoding)
+        infill = self.infill
+        assert infill is not None, "only prompts for infilling have parts"
+        encodings = [part if isinstance(part, int) else self._encoding(infill.inner, part) for part in prompt]
+        num_tokens = sum(1 if isinstance(each, int) else len(each) for each in encodings)
+        if num_tokens > max_tokens:
+            return num_tokens
+        token_ids = ([each] if isinstance(each, int) else infill.without_controls(each.ids) for each in encodings)
+        return then(list(itertools.chain.from_iterable(token_ids)))
+
+    def _encoding(self, tokenizer: HuggingFaceTokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
         try:
             # Only the functions for batches release the interpreter's lock.
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:  # a Rust panic, as for a pattern with too many steps
             raise ValueError(f"{self._path} cannot tokenize this text: {error}") from None
-        # Creating the list of ids holds the interpreter's lock, so only do this if it is short enough.
-        return then(encoding.ids) if len(encoding) <= max_tokens else len(encoding)
+        return encoding
 
 
 def _max_token_bytes(tokenizer: HuggingFaceTokenizer) -> int | None:

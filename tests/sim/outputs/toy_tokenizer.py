@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TypeVar
 
+from scheduler_service.serving.checkpoint.infill_tokens import PromptParts
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")
@@ -30,7 +31,7 @@ class ToyTokenizer(Tokenizer):
 
     async def encode(
         self,
-        text: str,
+        prompt: str | PromptParts,
         max_tokens: int,
         then: Callable[[list[int]], _Result],
         *,
@@ -38,7 +39,7 @@ class ToyTokenizer(Tokenizer):
         is_long: bool = False,
     ) -> _Result | int:
         await asyncio.sleep(self._rng.random() * 0.05)
-        token_ids = tokens_of(text)
+        token_ids = tokens_of(str(prompt))
         return then(token_ids) if len(token_ids) <= max_tokens else len(token_ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
