@@ -35,13 +35,11 @@ async def infill_prompt(
         tenant: The tenant that the request names, or an empty string.
         add_special_tokens: Whether the prompt begins with the tokenizer's special tokens, such as BOS.
     """
-    if intake.tokenizer is None or intake.texts is None:
-        raise invalid(field, "the served checkpoint has no tokenizer, so text cannot be infilled; send token ids")
-    tokens = intake.tokenizer.infill
-    if tokens is None:
+    tokens = None if intake.tokenizer is None else intake.tokenizer.infill
+    if tokens is None or intake.texts is None:
         raise invalid(
             field,
-            "the tokenizer of the served model has no tokens for infilling, such as <|fim_prefix|>; leave "
+            "the served model has no tokenizer with tokens for infilling, such as <|fim_prefix|>; leave "
             f"{field} unset, or serve another model",
         )
     return await intake.texts.encode_then(

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
@@ -52,15 +51,14 @@ _ROLES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "separator": ((), ("<|file_separator|>",)),  # CodeGemma
     "text_end": ((), ("<|endoftext|>",)),
 }
-_CONTROLS = ("prefix", "suffix", "middle", "repository", "file")
 _ENDS = ("repository", "file", "padding", "end", "separator", "text_end")
 _SUFFIX_FIRST = "[PREFIX]"  # prompts with this token have the suffix first, and no token for the middle
 # A setting of a tokenizer.json for the space in front of a text. A token's text cannot match: its quotation marks are
 # escaped.
 _SCHEME = re.compile(r'"prepend_scheme":"(?:first|always)"')
-# The text in front of another file if the tokenizer has no token for this, and names of unnamed things. The texts are
-# the same as in llama-server.
-_SNIPPET, _REPOSITORY_NAME, _FILE_NAME = "\n\n--- snippet ---\n\n", "myproject\n", "filename\n"
+# The text in front of another file if the tokenizer has no token for this, and the names that the prompt gives to the
+# repository and to the file with the gap. All are the same as in llama-server.
+_SNIPPET, _REPOSITORY, _THIS_FILE = "\n\n--- snippet ---\n\n", "myproject\n", ("filename", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,62 +68,49 @@ class InfillTokens:
     inner: HuggingFaceTokenizer  # for the texts in a prompt; puts no space in front of a text
     starts: tuple[int, ...]  # tokens that begin a prompt, such as BOS
     lead: str  # precedes the prefix: a space if the tokenizer puts a space in front of a prompt
-    prefix: int
-    suffix: int
-    middle: int | None  # None: the suffix comes first, and the prompt ends with the prefix
-    repository: int | None  # precedes the name of a repository
-    file: int | None  # precedes a file with its name
-    ends: tuple[int, ...]  # end an infilled text, in addition to the model's end tokens
+    controls: Mapping[str, int]  # the tokens in a prompt, by role; without "middle", the suffix precedes the prefix
     spelled: Mapping[int, tuple[int, ...]]  # by control token: ordinary tokens of the same text
+    ends: tuple[int, ...]  # end an infilled text, in addition to the model's end tokens
 
     def prompt(self, prefix: str, suffix: str, extra: Sequence[tuple[str, str]] = ()) -> PromptParts:
         """Return the parts of a prompt that asks for the text between `prefix` and `suffix`, without the tokens in
         `starts`. `extra` contains the names and texts of other files, which come first."""
-        before, after = (self.prefix, self.lead + prefix), (self.suffix, suffix)
-        last = (*after, *before) if self.middle is None else (*before, *after, self.middle)
-        return (*(self._files(extra) if extra else ()), *last)
+        repository, file, middle = map(self.controls.get, ("repository", "file", "middle"))
+        parts: list[str | int] = [repository, _REPOSITORY] if extra and repository is not None else []
+        for name, text in (*extra, _THIS_FILE) if extra and file is not None else extra:
+            parts += (_SNIPPET, text) if file is None else (file, f"{name}\n", text)
+        before, after = (self.controls["prefix"], self.lead + prefix), (self.controls["suffix"], suffix)
+        return (*parts, *after, *before) if middle is None else (*parts, *before, *after, middle)
 
-    def without_controls(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens of a client's text. Ordinary tokens replace each control token in `spelled`."""
-        if self.spelled.keys().isdisjoint(token_ids):
-            return token_ids
-        return [token_id for given in token_ids for token_id in self.spelled.get(given, (given,))]
-
-    def _files(self, extra: Sequence[tuple[str, str]]) -> Iterator[str | int]:
-        if self.repository is not None:
-            yield from (self.repository, _REPOSITORY_NAME)
-        for name, text in extra:
-            yield from (_SNIPPET, text) if self.file is None else (self.file, f"{name}\n", text)
-        if self.file is not None:
-            yield from (self.file, _FILE_NAME)
+    def without_controls(self, token_ids: list[int]) -> Iterator[int]:
+        """Yield the tokens of a client's text. Ordinary tokens replace each control token in `spelled`."""
+        return (token_id for given in token_ids for token_id in self.spelled.get(given, (given,)))
 
 
 def find_infill_tokens(tokenizer: HuggingFaceTokenizer, model: ModelInfo) -> InfillTokens | None:
     """Find a tokenizer's tokens for infilling: by the special tokens that the model's files name, and else by their
     texts. Tokens outside of the model's vocabulary do not count. Return None if the tokenizer has no such tokens."""
-    named, vocab_size = model.special_tokens, model.vocab_size
     found = {
         role: token_id
         for role, (keys, texts) in _ROLES.items()
-        for text in reversed((*(named[key] for key in keys if key in named), *texts))  # the first text prevails
-        if (token_id := tokenizer.token_to_id(text)) is not None and token_id < vocab_size
+        for text in (*reversed(texts), *map(model.special_tokens.get, reversed(keys)))  # the last text prevails
+        if text and (token_id := tokenizer.token_to_id(text)) is not None and token_id < model.vocab_size
     }
-    is_suffix_first = tokenizer.id_to_token(found.get("prefix", vocab_size)) == _SUFFIX_FIRST
-    if not {"prefix", "suffix", "prefix" if is_suffix_first else "middle"} <= found.keys():
+    needed = {"prefix", "suffix", "middle"}
+    if tokenizer.token_to_id(_SUFFIX_FIRST) == found.get("prefix", model.vocab_size):
+        needed.remove("middle")
+    if not needed <= found.keys():
         return None
     inner, sample = _without_space(tokenizer), tokenizer.encode("a")
-    starts = takewhile(lambda each: each[1], zip(sample.ids, sample.special_tokens_mask, strict=True))
+    num_starts = (*sample.special_tokens_mask, 0).index(0)
+    controls = {role: found[role] for role in (*needed, "repository", "file") if role in found}
     return InfillTokens(
         inner=inner,
-        starts=tuple(token_id for token_id, _ in starts),
+        starts=tuple(sample.ids[:num_starts]),
         lead="" if inner is tokenizer else " ",
-        prefix=found["prefix"],
-        suffix=found["suffix"],
-        middle=None if is_suffix_first else found["middle"],
-        repository=found.get("repository"),
-        file=found.get("file"),
-        ends=tuple(sorted({found[role] for role in _ENDS if role in found})),
-        spelled={found[role]: _spelled(inner, found[role]) for role in _CONTROLS if role in found},
+        controls=controls,
+        spelled={token_id: _spelled(inner, token_id) for token_id in controls.values()},
+        ends=tuple(sorted({token_id for role, token_id in found.items() if role in _ENDS})),
     )
 
 

@@ -183,7 +183,7 @@ class Tokenizer:
         num_tokens = sum(1 if isinstance(each, int) else len(each) for each in encodings)
         if num_tokens > max_tokens:
             return num_tokens
-        token_ids = ([each] if isinstance(each, int) else infill.without_controls(each.ids) for each in encodings)
+        token_ids = ((each,) if isinstance(each, int) else infill.without_controls(each.ids) for each in encodings)
         return then(list(itertools.chain.from_iterable(token_ids)))
 
     def _encoding(self, tokenizer: HuggingFaceTokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
