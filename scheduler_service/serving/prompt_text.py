@@ -70,8 +70,8 @@ class PromptTexts:
         """Tokenize a prompt on a thread and call `then` with the token ids on the same thread. Return the result
         of `then`. A list of token ids takes 36 bytes for each token; with this method no list has to wait for another
         turn of a thread. Raise RefusedError if the text is too long or cannot be tokenized."""
-        texts = (prompt,) if isinstance(prompt, str) else (part for part in prompt if isinstance(part, str))
-        size = sum(len(text.encode()) for text in texts)
+        parts = (prompt,) if isinstance(prompt, str) else prompt
+        size = sum(len(part.encode()) for part in parts if isinstance(part, str))
         self._check_size(size, max_sequence_tokens, field)
         is_long = size > PIECE_SIZE
         try:

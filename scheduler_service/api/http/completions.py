@@ -4,7 +4,7 @@ import itertools
 import secrets
 from typing import Any
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from scheduler_service.api.http.answering import (
     PromptProgress,
@@ -16,6 +16,7 @@ from scheduler_service.api.http.answering import (
     stop_reason,
 )
 from scheduler_service.api.http.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs, UsageCounts
+from scheduler_service.api.http.infill import infill_ends, infill_prompt
 from scheduler_service.api.http.prompts import reading_size, separate_prompts
 from scheduler_service.api.http.request_options import (
     DecodedCall,
@@ -129,8 +130,38 @@ async def complete_prompts(
 async def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> DecodedCall:
     """Convert the body of a `/v1/completions` call into generation requests, one for each prompt. Raises RefusedError
     if a field is invalid."""
+    if request.suffix:
+        request = await _with_infill_prompts(request, request.suffix, call, intake)
     tenant, size = call.caller.tenant(request.tenant or ""), reading_size(request.prompt, call)
     return await intake.turns.run_in_turn(tenant, size, _read, request, call, intake)
+
+
+async def _with_infill_prompts(
+    request: CompletionRequest, suffix: str, call: Call, intake: Intake
+) -> CompletionRequest:
+    """Return a copy of a request with a suffix whose prompts are token ids that ask for the text between each prompt
+    and the suffix. The tokens that end such a text are added to `stop_token_ids`, unless the request sets `ignore_eos`.
+    Raises RefusedError if a prompt is not a text, if the model cannot infill, or if an option of the request does not
+    work with a suffix."""
+    if request.echo or request.truncate_prompt_tokens is not None:
+        raise invalid("suffix", "suffix does not work with echo or truncate_prompt_tokens; leave them unset")
+    prompts: list[str | int | list[int]] = []
+    for prompt in separate_prompts(request.prompt, "prompt"):
+        if not isinstance(prompt, str):
+            raise invalid(
+                "suffix", "suffix does not work with token ids; send the prompt as text, or leave suffix unset"
+            )
+        token_ids = await infill_prompt(
+            prompt,
+            suffix,
+            call,
+            intake,
+            tenant=request.tenant or "",
+            add_special_tokens=request.add_special_tokens is not False,
+        )
+        prompts.append([*token_ids])
+    ends = () if request.ignore_eos else infill_ends(intake)
+    return structs.replace(request, prompt=prompts, stop_token_ids=[*(request.stop_token_ids or ()), *ends])
 
 
 def _read(request: CompletionRequest, call: Call, intake: Intake) -> DecodedCall:

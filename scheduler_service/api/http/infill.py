@@ -60,5 +60,4 @@ def has_infill(intake: Intake) -> bool:
 def infill_ends(intake: Intake) -> tuple[int, ...]:
     """Return the ids of the tokens that end an infilled text, in addition to the model's end tokens. The request that
     generates the text needs them in its `stop_token_ids`. The result is empty if the model cannot infill."""
-    tokens = None if intake.tokenizer is None else intake.tokenizer.infill
-    return () if tokens is None else tokens.ends
+    return () if intake.tokenizer is None or intake.tokenizer.infill is None else intake.tokenizer.infill.ends

@@ -321,7 +321,9 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     logprobs: Annotated[int, within(RANGES["logprobs"]), _OR_ALL] | None = None
     echo: bool | None = None
     best_of: Annotated[int, within(Range(1, MAX_SAMPLES))] | None = None
-    suffix: Annotated[Literal[""], why("text cannot be inserted before a suffix")] | None = None
+    suffix: Annotated[str, why("generate the text between prompt and suffix; the model must support this")] | None = (
+        None
+    )
     prompt_embeds: Annotated[None, why("prompts are texts or token ids")] = None
     thinking_token_budget: Annotated[Literal[-1], why("reasoning is recognized only in chat completions")] | None = None
 

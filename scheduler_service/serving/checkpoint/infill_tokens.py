@@ -1,9 +1,10 @@
 """The tokens that ask a model for the text between a prefix and a suffix ("fill in the middle"), and their prompts."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
@@ -51,6 +52,7 @@ _ROLES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "separator": ((), ("<|file_separator|>",)),  # CodeGemma
     "text_end": ((), ("<|endoftext|>",)),
 }
+_CONTROLS = ("prefix", "suffix", "middle", "repository", "file")
 _ENDS = ("repository", "file", "padding", "end", "separator", "text_end")
 _SUFFIX_FIRST = "[PREFIX]"  # prompts with this token have the suffix first, and no token for the middle
 # A setting of a tokenizer.json for the space in front of a text. A token's text cannot match: its quotation marks are
@@ -82,9 +84,15 @@ class InfillTokens:
         before, after = (self.controls["prefix"], self.lead + prefix), (self.controls["suffix"], suffix)
         return (*parts, *after, *before) if middle is None else (*parts, *before, *after, middle)
 
-    def without_controls(self, token_ids: list[int]) -> Iterator[int]:
-        """Yield the tokens of a client's text. Ordinary tokens replace each control token in `spelled`."""
-        return (token_id for given in token_ids for token_id in self.spelled.get(given, (given,)))
+    def join(self, parts: Sequence[Encoding | int]) -> list[int]:
+        """Return the token ids of a prompt, given its tokenized parts. In texts of a client, ordinary tokens replace
+        each control token in `spelled`."""
+        return [
+            token_id
+            for part in parts
+            for given in ((part,) if isinstance(part, int) else part.ids)
+            for token_id in ((given,) if isinstance(part, int) else self.spelled.get(given, (given,)))
+        ]
 
 
 def find_infill_tokens(tokenizer: HuggingFaceTokenizer, model: ModelInfo) -> InfillTokens | None:
@@ -96,17 +104,16 @@ def find_infill_tokens(tokenizer: HuggingFaceTokenizer, model: ModelInfo) -> Inf
         for text in (*reversed(texts), *map(model.special_tokens.get, reversed(keys)))  # the last text prevails
         if text and (token_id := tokenizer.token_to_id(text)) is not None and token_id < model.vocab_size
     }
-    needed = {"prefix", "suffix", "middle"}
-    if tokenizer.token_to_id(_SUFFIX_FIRST) == found.get("prefix", model.vocab_size):
-        needed.remove("middle")
-    if not needed <= found.keys():
+    is_suffix_first = tokenizer.id_to_token(found.get("prefix", model.vocab_size)) == _SUFFIX_FIRST
+    if not found.keys() >= {"prefix", "suffix", "suffix" if is_suffix_first else "middle"}:
         return None
     inner, sample = _without_space(tokenizer), tokenizer.encode("a")
-    num_starts = (*sample.special_tokens_mask, 0).index(0)
-    controls = {role: found[role] for role in (*needed, "repository", "file") if role in found}
+    controls = {
+        role: found[role] for role in _CONTROLS if role in found and (role, is_suffix_first) != ("middle", True)
+    }
     return InfillTokens(
         inner=inner,
-        starts=tuple(sample.ids[:num_starts]),
+        starts=tuple(sample.ids[: (*sample.special_tokens_mask, 0).index(0)]),
         lead="" if inner is tokenizer else " ",
         controls=controls,
         spelled={token_id: _spelled(inner, token_id) for token_id in controls.values()},

@@ -177,14 +177,10 @@ class Tokenizer:
             encoding = self._encoding(self._tokenizer, prompt, add_special_tokens=add_special_tokens)
             # Creating the list of ids holds the interpreter's lock, so only do this if it is short enough.
             return then(encoding.ids) if len(encoding) <= max_tokens else len(encoding)
-        infill = self.infill
-        assert infill is not None, "only prompts for infilling have parts"
-        encodings = [part if isinstance(part, int) else self._encoding(infill.inner, part) for part in prompt]
+        assert self.infill is not None, "only prompts for infilling have parts"
+        encodings = [part if isinstance(part, int) else self._encoding(self.infill.inner, part) for part in prompt]
         num_tokens = sum(1 if isinstance(each, int) else len(each) for each in encodings)
-        if num_tokens > max_tokens:
-            return num_tokens
-        token_ids = ((each,) if isinstance(each, int) else infill.without_controls(each.ids) for each in encodings)
-        return then(list(itertools.chain.from_iterable(token_ids)))
+        return then(self.infill.join(encodings)) if num_tokens <= max_tokens else num_tokens
 
     def _encoding(self, tokenizer: HuggingFaceTokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
         try:
