@@ -145,8 +145,8 @@ async def test_hints(server: HttpServer) -> None:
     assert error["message"] == "temprature is not a field of this request; did you mean temperature?"
     error = await server.refusal(PATH, prompt="x", n=17)
     assert error["message"] == "n is 17, which is invalid: expected `int` <= 16"
-    error = await server.refusal(PATH, prompt="x", suffix="y")
-    assert error["message"].endswith("is not supported: text cannot be inserted before a suffix")
+    error = await server.refusal(PATH, prompt="x", prompt_embeds="y")
+    assert error["message"].endswith("is not supported: prompts are texts or token ids")
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         await server.openai.completions.create(model="gpt", prompt="x")
 

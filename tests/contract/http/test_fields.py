@@ -132,6 +132,7 @@ def length_penalty(seen: Outcome) -> float:
 
 
 PROMPT = prompted("hello", "<end>hello")
+SUFFIX = prompted(" hello", f"<end><|fim_prefix|>{TEXT}<|fim_suffix|> hello<|fim_middle|>")
 TIMEOUT = read("status", 1e-6, 504)
 PROMPTS = {
     "timeout": TIMEOUT,
@@ -233,6 +234,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "logprob_token_ids": read("request.sampling.logprob_token_ids", [7, 5], (7, 5), logprobs=0),
         "echo": answered(lambda answer: answer["choices"][0]["text"].startswith(TEXT), True, True),
         "best_of": read("request.n", 3),
+        "suffix": SUFFIX,
         "return_tokens_as_token_ids": answered(
             lambda answer: answer["choices"][0]["logprobs"]["tokens"][0][:9], True, "token_id:", logprobs=0
         ),
@@ -338,7 +340,8 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "chat_template_kwargs": CHAT_PROMPTS["chat_template_kwargs"],
     },
     RENDER: PROMPTS
-    | {"prompt": PROMPT, "request_id": answered(lambda answer: answer[0]["request_id"], "mine", "mine")}
+    | {"prompt": PROMPT, "suffix": SUFFIX}
+    | {"request_id": answered(lambda answer: answer[0]["request_id"], "mine", "mine")}
     | {"rid": answered(lambda answer: answer[0]["request_id"], "mine", "mine", request_id=None)},
     RENDER_CHAT: CHAT_PROMPTS
     | {"request_id": answered(lambda answer: answer["request_id"], "mine", "mine")}
@@ -432,6 +435,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ApiSer
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     special = ("<end>", tokenizer.token_to_id("<end>"))
     tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[special])
+    tokenizer.add_special_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
     tokenizer.save(str(model / "tokenizer.json"))
     with noting_requests() as begun:
         async with serve_http(model) as server:
@@ -466,8 +470,7 @@ async def test_a_field_does_what_it_says(door: ApiServer, path: str, row: FieldR
 
 
 # Values that request an effect of an unsupported field. The default is a non-empty list.
-NOT_SERVED = {"suffix": "x"}
-NOT_SERVED |= {name: {"a": 1} for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs")}
+NOT_SERVED: dict[str, Any] = {name: {"a": 1} for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs")}
 FLAGS = ("watermarking", "return_token_offsets", "return_prompt_text", "enable_response_messages")
 NOT_SERVED |= dict.fromkeys(FLAGS, True)
 
