@@ -141,20 +141,21 @@ async def answer_call(
 
 @contextlib.asynccontextmanager
 async def begin_requests(
-    asked: DecodedCall, call: Call, intake: Intake, *, is_streamed: bool
+    asked: DecodedCall, call: Call, intake: Intake, *, is_streamed: bool, is_timed: bool = False
 ) -> AsyncIterator[list[PromptProgress]]:
     """Return a context manager that queues all generation requests of an HTTP call and yields the state of each prompt.
-    When the `with` block ends, requests that are still running are cancelled. If a request is refused, cancel all
-    requests of the call and raise RefusedError. A RefusedError raised inside the block is raised again with the field
-    names of the HTTP request."""
-    mode = OutputMode.STREAMED if is_streamed else OutputMode.WHOLE
+    If `is_timed`, the output arrives in pieces even if the answer is whole, so that the block can measure times. When
+    the `with` block ends, requests that are still running are cancelled. If a request is refused, cancel all requests
+    of the call and raise RefusedError. A RefusedError raised inside the block is raised again with the field names of
+    the HTTP request."""
+    mode = OutputMode.STREAMED if is_streamed or is_timed else OutputMode.WHOLE
     begun: list[PromptProgress] = []
     with asked.names.translate_refusals():
         resolved = []
         for parsed in asked.requests:
             resolved.append(await intake.resolve(parsed, call, mode))
             await asyncio.sleep(0)  # let other tasks run
-        with intake.answers.held(resolved[0].tenant, answer_size(asked, resolved)):
+        with intake.answers.held(resolved[0].tenant, answer_size(asked, resolved, is_streamed=is_streamed)):
             try:
                 for index, (parsed, request) in enumerate(zip(asked.requests, resolved, strict=True)):
                     begun.append(PromptProgress(index, intake.start(parsed, request, call), intake.turns))
@@ -165,7 +166,7 @@ async def begin_requests(
                     progress.active.cancel()
 
 
-def answer_size(asked: DecodedCall, resolved: Sequence[Request]) -> int:
+def answer_size(asked: DecodedCall, resolved: Sequence[Request], *, is_streamed: bool) -> int:
     """Estimate the memory in bytes that the answer to an HTTP call may need, and return the estimate. It covers
     log-probabilities, token ids and embeddings, but not the generated texts. Raises RefusedError if the estimate
     exceeds MAX_ANSWER_BYTES. The error names the request field that needs the most memory."""
@@ -173,7 +174,7 @@ def answer_size(asked: DecodedCall, resolved: Sequence[Request]) -> int:
     for parsed, request in zip(asked.requests, resolved, strict=True):
         sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
         num_tokens = 0
-        if request.output_mode is not OutputMode.STREAMED:  # a streamed answer sends tokens at once and stores none
+        if not is_streamed:  # a streamed answer sends tokens at once and stores none
             is_open = parsed.max_tokens is None and parsed.default_max_tokens is None
             num_tokens = min(request.max_tokens, _EXPECTED_TOKENS) if is_open else request.max_tokens
         for field, num, number in (
@@ -230,9 +231,8 @@ async def output_events(
 
 
 async def send_events(events: Iterable[Struct], stream: EventStream) -> None:
-    """Send msgspec structs to the client as server-sent events with names. The name of an event is the struct's field
-    `type`. If the struct has no such field, the name is the struct's msgspec tag."""
-    stream.is_named = True
+    """Send msgspec structs to the client as events. The name of an event is the struct's field `type`. If the struct
+    has no such field, the name is the struct's msgspec tag."""
     for event in events:
         await stream.send_event(encode(event), str(getattr(event, "type", event.__struct_config__.tag)))
 

@@ -121,12 +121,17 @@ class CallAdmission:
     def check_model(self, name: str | None) -> None:
         """Check the field `model` of a request. Raises RefusedError if `name` is not a name of the served model, or if
         the server does not know these names yet. `name` is None if the request does not set the field; this is
-        accepted."""
+        accepted. The tag `:latest` is accepted after every name, as in Ollama."""
         served = self.model_name()
-        if name is not None and not self._takes_any_model_name and name not in self.model_names():
+        names = map(_without_tag, self.model_names())
+        if name is not None and not self._takes_any_model_name and _without_tag(name) not in names:
             raise RefusedError(
                 Reason.NOT_FOUND,
                 f"the model {name[:80]!r} is not served here; send {served!r}, or leave model unset "
                 "(--any-model-name accepts any name)",
                 "model",
             )
+
+
+def _without_tag(name: str) -> str:
+    return name.removesuffix(":latest")

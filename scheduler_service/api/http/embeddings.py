@@ -29,24 +29,32 @@ _SHOWN_BYTES = {"base64": 6, "float": 24}  # maximum size of a number in an answ
 async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, model_name: str) -> bytes:
     """Answer a call of `/v1/embeddings`. Return the JSON with one embedding for each input. Raises RefusedError if the
     request is invalid or refused."""
-    drawn = f"embd-{secrets.token_hex(12)}"
+    answer_id = request.request_id or f"embd-{secrets.token_hex(12)}"
+    embeddings, num_tokens = await encoded_embeddings(request, answer_id, call, intake)
+    data = [EmbeddingItem("embedding", index, embedding) for index, embedding in enumerate(embeddings)]
+    return encode(EmbeddingAnswer(answer_id, "list", now(), model_name, data, UsageCounts(num_tokens, 0, num_tokens)))
+
+
+async def encoded_embeddings(
+    request: EmbeddingRequest, answer_id: str, call: Call, intake: Intake
+) -> tuple[list[Any], int]:
+    """Compute the embeddings of all inputs of a request. Return the JSON of each embedding, as msgspec `Raw` values,
+    and the number of tokens of all inputs. Raises RefusedError if the request is invalid or refused."""
     given = await _input_of(request, call, intake)
     tenant, size = call.caller.tenant(request.tenant or ""), reading_size(given, call)
     names = RequestNames("messages" if request.input is None else "input", embed="model")
     with names.translate_refusals():
-        requests = await intake.turns.run_in_turn(tenant, size, _read, request, given, drawn, call, intake.model)
+        requests = await intake.turns.run_in_turn(tenant, size, _read, request, given, answer_id, call, intake.model)
     num_numbers = min(request.dimensions or intake.model.hidden_size, intake.model.hidden_size)
     size = num_numbers * _SHOWN_BYTES[request.encoding_format or "float"]
-    asked = DecodedCall(requests, drawn, names, embedding_bytes=size)
+    asked = DecodedCall(requests, answer_id, names, embedding_bytes=size)
     async with begin_requests(asked, call, intake, is_streamed=False) as begun:
         ends = [await embedding_end(progress.active) for progress in begun]
-    num_tokens = sum(end.num_prompt_tokens for end in ends)
-    data: list[Any] = []
-    for index, end in enumerate(ends):
-        data.append(Raw(encode(EmbeddingItem("embedding", index, _shown(request, end)))))
+    embeddings = []
+    for end in ends:
+        embeddings.append(Raw(encode(_shown(request, end))))
         await asyncio.sleep(0)  # let other tasks run
-    usage = UsageCounts(num_tokens, 0, num_tokens)
-    return encode(EmbeddingAnswer(request.request_id or drawn, "list", now(), model_name, data, usage))
+    return embeddings, sum(end.num_prompt_tokens for end in ends)
 
 
 async def _input_of(request: EmbeddingRequest, call: Call, intake: Intake) -> PromptField:
@@ -61,12 +69,12 @@ async def _input_of(request: EmbeddingRequest, call: Call, intake: Intake) -> Pr
 
 
 def _read(
-    request: EmbeddingRequest, given: PromptField, drawn: str, call: Call, model: ModelInfo
+    request: EmbeddingRequest, given: PromptField, answer_id: str, call: Call, model: ModelInfo
 ) -> list[ParsedRequest]:
     prompts, is_text = separate_prompts(given, "input", MAX_INPUTS), request.messages is None
     return [
         request_for_prompt(request, prompt, None, call, model, request_id=name, add_special_tokens=is_text)
-        for prompt, name in zip(prompts, request_ids(request.request_id or drawn, len(prompts)), strict=True)
+        for prompt, name in zip(prompts, request_ids(answer_id, len(prompts)), strict=True)
     ]
 
 

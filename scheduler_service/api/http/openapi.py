@@ -12,6 +12,7 @@ from msgspec import Struct
 from pagewire.common import __version__
 from scheduler_service.api.http.answers import Models
 from scheduler_service.api.http.refusals import ErrorAnswer
+from scheduler_service.api.http.transport.event_stream import EVENTS, Framing
 
 _REFERENCE = "#/components/schemas/{name}"
 _JSON = "application/json"
@@ -27,6 +28,7 @@ class TypedRoute:
     Attributes:
         serve: The function that answers a call. Its arguments are the decoded request, the HTTP call, the call's event
             stream and the `Routes`. It returns the JSON of the answer, or None if the answer was streamed.
+        framing: The format of streamed answers.
     """
 
     path: str
@@ -35,6 +37,7 @@ class TypedRoute:
     serve: Callable[..., Awaitable[bytes | None]]
     summary: str
     method: str = "POST"
+    framing: Framing = EVENTS
 
     @property
     def is_named(self) -> bool:
@@ -50,6 +53,9 @@ _GOT = {
     "/version": "Return Pagewire's version",
     "/tokenizer_info": "Return the tokenizer's special tokens and the chat template",
     "/metrics": "Return the metrics of this front end, for operators",
+    "/api/tags": "List the names of the served model, in the format of Ollama's API",
+    "/api/ps": "Alias of /api/tags, with the memory of the loaded model",
+    "/api/version": "Alias of /version",
 }
 
 
@@ -64,7 +70,7 @@ def document(routes: Sequence[TypedRoute], as_read: Callable[[type[Struct]], Any
     for route, request, answer in zip(routes, schemas[0:-2:2], schemas[1:-2:2], strict=True):
         content = {_JSON: {"schema": answer}}
         if "stream" in route.request.__struct_fields__ and not route.path.endswith(_UNSTREAMED):
-            content["text/event-stream"] = {"schema": answer}
+            content[route.framing.content_type.partition(";")[0]] = {"schema": answer}
         given: dict[str, Any] = {"requestBody": {"required": True, "content": {_JSON: {"schema": request}}}}
         if route.is_named:
             schema = components[route.request.__name__]

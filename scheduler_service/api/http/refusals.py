@@ -1,5 +1,4 @@
-"""Error answers in the format of OpenAI's API: an HTTP status, and JSON with a message and the name of the invalid
-field."""
+"""Error answers: an HTTP status, and JSON with a message and, except in Ollama's API, the name of the invalid field."""
 
 from typing import Literal
 
@@ -39,6 +38,12 @@ class ErrorAnswer(Struct, frozen=True):
     type: Literal["error"] | UnsetType = UNSET  # set by the Messages API only
 
 
+class OllamaError(Struct, frozen=True):
+    """An error answer of Ollama's API."""
+
+    error: str
+
+
 class HttpRefusal(Exception):
     """An error that ends an HTTP call with an HTTP status that RefusedError does not support, such as 413 for a large
     body."""
@@ -48,9 +53,16 @@ class HttpRefusal(Exception):
         self.status = status
 
 
-def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
-    """Build the JSON object of an error answer. The format depends on `path`, the path of the HTTP call: Anthropic's
-    format for the Messages API, and OpenAI's format otherwise."""
+def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer | OllamaError:
+    """Build the JSON object of an error answer. The format depends on `path`, the path of the HTTP call: Ollama's
+    format below `/api/`, Anthropic's format for the Messages API, and OpenAI's format otherwise."""
+    answer = detailed_error(refusal, path)
+    return OllamaError(answer.error.message) if path.startswith("/api/") else answer
+
+
+def detailed_error(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
+    """Build the JSON object of an error answer in Anthropic's format if `path` belongs to the Messages API, and in
+    OpenAI's format otherwise."""
     kind: Literal["error"] | UnsetType = "error" if path.startswith("/v1/messages") else UNSET
     if isinstance(refusal, HttpRefusal):
         return ErrorAnswer(Error(str(refusal), _type(refusal.status)), kind)

@@ -42,6 +42,7 @@ from scheduler_service.api.http.embeddings import embed_inputs
 from scheduler_service.api.http.messages.answers import MessageAnswer, TokenCount, described_model, model_page
 from scheduler_service.api.http.messages.messages import answer_message, count_tokens
 from scheduler_service.api.http.messages.requests import CountTokensRequest, MessagesRequest
+from scheduler_service.api.http.ollama.routes import OLLAMA_ROUTES, plain_routes
 from scheduler_service.api.http.openapi import TypedRoute, document, page
 from scheduler_service.api.http.requests import (
     ChatCompletionRequest,
@@ -68,7 +69,7 @@ from scheduler_service.api.http.responses.requests import (
 from scheduler_service.api.http.responses.responses import answer_response, compact_conversation, count_input_tokens
 from scheduler_service.api.http.responses.stored_responses import StoredResponses
 from scheduler_service.api.http.tokenization import described_tokenizer, detokenize, render, tokenize
-from scheduler_service.api.http.transport.event_stream import EventStream, while_connected
+from scheduler_service.api.http.transport.event_stream import NAMED_EVENTS, EventStream, while_connected
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import Reason, RefusedError, timed_out
 from scheduler_service.serving.tenants.caller import Call
@@ -118,6 +119,7 @@ class Routes:
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/docs", _constant(page(TYPED).encode(), "text/html"), methods=["GET"]),
             Route("/openapi.json", _constant(encode(document(TYPED, self.as_read)), _JSON), methods=["GET"]),
+            *plain_routes(self),
             # Ids may contain slashes, and some clients do not escape them.
             *(Route(each.path.replace("}", ":path}"), _Endpoint(each, self), methods=[each.method]) for each in TYPED),
         ]
@@ -218,6 +220,7 @@ class _Endpoint:
                     while_connected(scope, receive, is_streamed=is_streamed) as stream,
                     asyncio.timeout(call.time_remaining),
                 ):
+                    stream.framing = self._route.framing
                     answer = await self._route.serve(request, call, stream, self._routes)
             except TimeoutError:
                 raise timed_out() from None
@@ -271,6 +274,7 @@ POSTED = (
             asked, call, routes.intake, _stored(asked, call, routes), routes.admission.model_name(), stream
         ),
         "Create a response with OpenAI's Responses API",
+        framing=NAMED_EVENTS,
     ),
     TypedRoute(
         "/v1/responses/input_tokens",
@@ -298,6 +302,7 @@ POSTED = (
             asked, call, routes.intake, routes.admission.model_name(), stream
         ),
         "Create a message with Anthropic's Messages API",
+        framing=NAMED_EVENTS,
     ),
     TypedRoute(
         "/v1/messages/count_tokens",
@@ -341,6 +346,7 @@ POSTED = (
         lambda asked, call, _, routes: detokenize(asked, call, routes.intake),
         "Convert token ids to text",
     ),
+    *OLLAMA_ROUTES,
 )
 NAMED = (
     TypedRoute(
@@ -382,6 +388,7 @@ NAMED = (
         lambda query, call, stream, routes: _stored(query, call, routes).show(query, stream),
         "Retrieve a stored or background response",
         "GET",
+        NAMED_EVENTS,
     ),
     TypedRoute(
         _RESPONSE,

@@ -145,7 +145,6 @@ async def answer_message(
                     progress.num_values(delta), lambda: list(event_writer.events_for(delta, progress))
                 )
 
-            stream.is_named = bool(request.stream)
             events = await output_events(progress, (), events_for, stream, is_streamed=bool(request.stream))
             return encode(join_events(events)) if events else None
 

@@ -10,7 +10,7 @@ from pagewire.common.wire.messages import SamplingParams
 from scheduler_service.api.http.answering import begin_requests, now, output_events, send_events
 from scheduler_service.api.http.answers import encode
 from scheduler_service.api.http.chat_completions import read_chat
-from scheduler_service.api.http.refusals import error_answer
+from scheduler_service.api.http.refusals import detailed_error
 from scheduler_service.api.http.request_options import DecodedCall, RequestNames
 from scheduler_service.api.http.requests import TextFormat
 from scheduler_service.api.http.responses.answers import (
@@ -95,7 +95,7 @@ async def answer_response(
             if refused.overflow is None or not request.stream:
                 raise
             # Codex compacts its conversation after this event, but gives up after an HTTP error.
-            error = error_answer(refused, "/v1/responses").error
+            error = detailed_error(refused, "/v1/responses").error
             await send_events(
                 [*event_writer.begin(), *event_writer.fail(error.message, "context_length_exceeded")], stream
             )

@@ -1,0 +1,185 @@
+"""The request types of Ollama's API. These types alone decide which requests are valid."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from pagewire.common.wire.sampling_rules import RANGES, UINT32
+from scheduler_service.api.http.requests import (
+    INERT,
+    INT64,
+    Empty,
+    QueuedRequest,
+    Texts,
+    ToolField,
+    TopK,
+    TopP,
+    why,
+    within,
+)
+
+_INERT = Meta(description=INERT)
+_NO_IMAGES = why("the model reads text only")
+_AT_START = why("no effect: set when the server starts")
+_NOT_DRAWN = why("images are not generated")
+KeepAlive = Annotated[float | str, why("no effect: the model stays loaded")]
+
+
+class OllamaOptions(Struct, forbid_unknown_fields=True, frozen=True):
+    """The sampling options of a request. Options that are unset have the model's own defaults, not Ollama's."""
+
+    num_predict: (
+        Annotated[int, Meta(ge=-2, le=UINT32.high), why("default, -1 and -2: up to the maximum sequence length")] | None
+    ) = None
+    temperature: Annotated[float, within(RANGES["temperature"])] | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: Annotated[float, within(RANGES["min_p"])] | None = None
+    seed: Annotated[int, within(INT64), why("-1: random")] | None = None
+    stop: Annotated[Texts, why("an empty text has no effect")] | None = None
+    repeat_penalty: Annotated[float, within(RANGES["repetition_penalty"])] | None = None
+    presence_penalty: Annotated[float, within(RANGES["presence_penalty"])] | None = None
+    frequency_penalty: Annotated[float, within(RANGES["frequency_penalty"])] | None = None
+    repeat_last_n: (
+        Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1: penalties apply to all tokens; 0: no penalties")] | None
+    ) = None
+    # Options that are set when the server starts, and options without an effect on the output.
+    num_ctx: Annotated[int, _AT_START] | None = None
+    num_batch: Annotated[int, _AT_START] | None = None
+    num_gpu: Annotated[int, _AT_START] | None = None
+    main_gpu: Annotated[int, _AT_START] | None = None
+    num_thread: Annotated[int, _AT_START] | None = None
+    num_keep: Annotated[int, why("no effect: prompts are not shortened")] | None = None
+    draft_num_predict: Annotated[int, _INERT] | None = None
+    numa: Annotated[bool, _INERT] | None = None
+    low_vram: Annotated[bool, _INERT] | None = None
+    f16_kv: Annotated[bool, _INERT] | None = None
+    logits_all: Annotated[bool, _INERT] | None = None
+    vocab_only: Annotated[bool, _INERT] | None = None
+    embedding_only: Annotated[bool, _INERT] | None = None
+    use_mmap: Annotated[bool, _INERT] | None = None
+    use_mlock: Annotated[bool, _INERT] | None = None
+    mirostat_tau: Annotated[float, _INERT] | None = None
+    mirostat_eta: Annotated[float, _INERT] | None = None
+    # Unsupported options.
+    mirostat: Annotated[Literal[0], why("use temperature, top_p or min_p")] | None = None
+    tfs_z: Annotated[int, Meta(ge=1, le=1), why("use top_p or min_p")] | None = None
+    typical_p: Annotated[int, Meta(ge=1, le=1), why("use top_p or min_p")] | None = None
+    penalize_newline: Annotated[Literal[True], why("penalties apply to all tokens")] | None = None
+
+
+class OllamaRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """The fields that requests for a chat and for a completion share."""
+
+    stream: Annotated[bool, why("default: true")] | None = None
+    format: (
+        Annotated[Literal["", "json"] | dict[str, Any], why("json, or a JSON Schema that the output must match")] | None
+    ) = None
+    options: OllamaOptions | None = None
+    think: (
+        Annotated[
+            bool | Literal["low", "medium", "high", "max"],
+            why("sets the chat template's variables enable_thinking and reasoning_effort"),
+        ]
+        | None
+    ) = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20), why("requires logprobs")] | None = None
+    keep_alive: KeepAlive | None = None
+    truncate: Annotated[Literal[False], why("a prompt that is too long is refused")] | None = None
+    shift: Annotated[Literal[False], why("outputs end at the maximum sequence length")] | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is a stream of JSON objects. This is the default."""
+        return self.stream is not False
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the request asks to unload the model: `keep_alive` is 0, or a duration such as `0s`."""
+        return self.keep_alive is not None and re.search("[1-9]", str(self.keep_alive)) is None
+
+
+class OllamaFunction(Struct, forbid_unknown_fields=True, frozen=True):
+    name: str
+    arguments: dict[str, Any] | None = None
+    index: Annotated[int, _INERT] | None = None
+    description: Annotated[str, _INERT] | None = None
+
+
+class OllamaCall(Struct, forbid_unknown_fields=True, frozen=True):
+    """A tool call of an earlier answer."""
+
+    function: OllamaFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class OllamaMessage(Struct, forbid_unknown_fields=True, frozen=True):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: Annotated[Empty, _NO_IMAGES] | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: Annotated[str, why("the tool whose result this is")] | None = None
+    name: Annotated[str, why("alias of tool_name")] | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaChatRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    messages: Annotated[list[OllamaMessage], why("none: answer at once, because the model is loaded")] | None = None
+    tools: list[ToolField] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    prompt: Annotated[str, why("empty: answer at once, because the model is loaded")] | None = None
+    suffix: Annotated[str, why("the text after the output; requires a model that can insert text")] | None = None
+    system: str | None = None
+    raw: Annotated[bool, why("true: do not apply the chat template")] | None = None
+    template: Annotated[Literal[""], why("use raw, and apply the template yourself")] | None = None
+    context: Annotated[Empty, why("use /api/chat, and send the conversation")] | None = None
+    images: Annotated[Empty, _NO_IMAGES] | None = None
+    width: Annotated[None, _NOT_DRAWN] = None
+    height: Annotated[None, _NOT_DRAWN] = None
+    steps: Annotated[None, _NOT_DRAWN] = None
+
+
+class OllamaEmbedRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    input: Texts | None = None
+    truncate: Annotated[bool, why("default: true; false: refuse an input that is too long")] | None = None
+    dimensions: (
+        Annotated[int, Meta(ge=0), why("return this many leading numbers of each embedding, scaled to unit length")]
+        | None
+    ) = None
+    options: Annotated[dict[str, Any], _INERT] | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class OllamaEmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """A request of Ollama's deprecated endpoint for the embedding of one text."""
+
+    prompt: str | None = None
+    options: Annotated[dict[str, Any], _INERT] | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class OllamaModelRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Names a model."""
+
+    model: str | None = None
+    name: Annotated[str, why("alias of model")] | None = None
+
+
+class OllamaShowRequest(OllamaModelRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    verbose: Annotated[bool, _INERT] | None = None
+    system: Annotated[str, _INERT] | None = None
+    template: Annotated[str, _INERT] | None = None
+    options: Annotated[dict[str, Any], _INERT] | None = None
+
+
+class OllamaPullRequest(OllamaModelRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    stream: Annotated[bool, why("default: true")] | None = None
+    insecure: Annotated[bool, _INERT] | None = None
+    username: Annotated[str, _INERT] | None = None
+    password: Annotated[str, _INERT] | None = None
