@@ -36,7 +36,8 @@ CHAR_VALUES = 16  # cost of parsing one character of an output, in JSON values
 
 class PromptProgress:
     """The state of one prompt of an HTTP call while its output is computed. It counts the tokens of each sample (one of
-    the `n` outputs of a prompt) and collects the log-probabilities of the prompt."""
+    the `n` outputs of a prompt), collects the log-probabilities of the prompt, and notes when the prompt was queued and
+    when its first output arrived."""
 
     def __init__(self, index: int, active: ActiveRequest, turns: Turns) -> None:
         num_samples = active.request.n
@@ -46,6 +47,7 @@ class PromptProgress:
         self.num_tokens = [0] * num_samples
         self.has_begun = [False] * num_samples  # an event or choice of the sample was written
         self.num_cached_tokens = 0
+        self.queued_at = self.first_output_at = time.monotonic_ns()
         self.logprobs = LogprobColumns()  # of the prompt, from the second token on
 
     @property
@@ -75,6 +77,8 @@ class PromptProgress:
         """Update this state with a delta (a piece of new output of one sample): count its tokens, and collect its
         log-probabilities of prompt tokens. The last delta of a sample also sets the number of prompt tokens from the
         prefix cache."""
+        if not any(self.num_tokens):
+            self.first_output_at = time.monotonic_ns()
         self.logprobs.extend(delta.prompt_logprobs)
         self.num_tokens[delta.sample_index] += len(delta.token_ids)
         if delta.end is not None:
@@ -123,16 +127,19 @@ async def answer_call(
     writer: AnswerWriter,
     stream: EventStream,
     num_best: int | None = None,
+    *,
+    is_timed: bool = False,
 ) -> bytes | None:
     """Run all generation requests of an HTTP call and answer the call. Return the JSON of the answer, or None if the
     answer was sent as a stream of events. If `num_best` is set, an answer that is not streamed contains only the
-    `num_best` samples of each prompt with the highest mean log-probability. If a request is refused or fails, cancel
-    all requests of the call and raise RefusedError."""
+    `num_best` samples of each prompt with the highest mean log-probability. If `is_timed`, the state of each prompt
+    contains the time of its first output, even if the answer is whole. If a request is refused or fails, cancel all
+    requests of the call and raise RefusedError."""
     if request.stream_options is not None and not request.stream:
         raise invalid(
             "stream_options", "stream_options is set, but stream is not true; set stream, or leave both unset"
         )
-    async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as begun:
+    async with begin_requests(asked, call, intake, is_streamed=bool(request.stream), is_timed=is_timed) as begun:
         if not request.stream:
             return await _full_answer(begun, writer, num_best)
         await _stream_answer(begun, writer, stream, request.stream_options or StreamOptions())
@@ -240,7 +247,8 @@ async def send_events(events: Iterable[Struct], stream: EventStream) -> None:
 async def _full_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, num_best: int | None) -> bytes:
     choices = []
     for progress in begun:
-        await progress.active.wait_for_end()
+        if progress.active.request.output_mode is OutputMode.WHOLE:
+            await progress.active.wait_for_end()
         wholes = await _full_outputs(progress)
         if num_best is not None and num_best < len(wholes):
             best = sorted(wholes, key=_mean_logprob, reverse=True)[:num_best]

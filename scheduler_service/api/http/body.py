@@ -40,6 +40,10 @@ _IGNORED_FIELDS = frozenset(
     {
         *("anthropic_beta", "anthropic_version", "api_key", "betas", "cache_prompt", "drop_params", "id_slot"),
         *("num_retries", "slot_id", "snippy", "tool_stream"),
+        # options with which Ollama loads a model, some of them in older versions only
+        *("draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta"),
+        *("mirostat_tau", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "use_mlock", "use_mmap"),
+        "vocab_only",
     }
 )
 # Options of other APIs and servers, with the values that have no effect on an answer.
@@ -47,7 +51,7 @@ _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("best_of", "n", "repeat_penalty", "repetition_penalty", "tfs_z", "typical_p"), 1),
     **dict.fromkeys(("dry_multiplier", "dynatemp_range", "frequency_penalty", "min_p", "mirostat", "n_keep"), 0),
     **dict.fromkeys(("presence_penalty", "xtc_probability"), 0),
-    **dict.fromkeys(("do_sample", "incremental_output", "normalized", "parse_tool_calls"), True),
+    **dict.fromkeys(("do_sample", "incremental_output", "normalized", "parse_tool_calls", "penalize_newline"), True),
     **dict.fromkeys(("enable_search", "late_chunking", "logprobs", "return_progress", "safe_prompt"), False),
     **dict.fromkeys(("timings_per_token", "vl_high_resolution_images"), False),
     **{"embedding_type": "float", "extra_body": {}, "options": {}, "plugins": [], "result_format": "message"},

@@ -42,7 +42,8 @@ from scheduler_service.api.http.embeddings import embed_inputs
 from scheduler_service.api.http.messages.answers import MessageAnswer, TokenCount, described_model, model_page
 from scheduler_service.api.http.messages.messages import answer_message, count_tokens
 from scheduler_service.api.http.messages.requests import CountTokensRequest, MessagesRequest
-from scheduler_service.api.http.ollama.routes import OLLAMA_ROUTES, plain_routes
+from scheduler_service.api.http.ollama.models import REFUSED_CALLS, list_loaded, list_models
+from scheduler_service.api.http.ollama.routes import OLLAMA_ROUTES
 from scheduler_service.api.http.openapi import TypedRoute, document, page
 from scheduler_service.api.http.requests import (
     ChatCompletionRequest,
@@ -75,6 +76,7 @@ from scheduler_service.serving.refusal import Reason, RefusedError, timed_out
 from scheduler_service.serving.tenants.caller import Call
 
 _JSON = "application/json"
+_VERSION = encode({"version": __version__})
 _RESPONSE = "/v1/responses/{response_id}"
 
 
@@ -112,14 +114,17 @@ class Routes:
         routes = [
             Route("/health", self._health, methods=["GET"]),
             Route("/ping", self._health, methods=["GET", "POST"]),
-            Route("/version", _constant(encode({"version": __version__}), _JSON), methods=["GET"]),
+            *(Route(path, _constant(_VERSION, _JSON), methods=["GET"]) for path in ("/version", "/api/version")),
+            Route("/", _constant(b"Pagewire is running", "text/plain"), methods=["GET"]),
+            Route("/api/tags", self._ollama_models, methods=["GET"]),
+            Route("/api/ps", self._ollama_models, methods=["GET"]),
+            *(Route(path, _refused(why), methods=methods) for path, (methods, why) in REFUSED_CALLS.items()),
             Route("/tokenizer_info", self._tokenizer_info, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/docs", _constant(page(TYPED).encode(), "text/html"), methods=["GET"]),
             Route("/openapi.json", _constant(encode(document(TYPED, self.as_read)), _JSON), methods=["GET"]),
-            *plain_routes(self),
             # Ids may contain slashes, and some clients do not escape them.
             *(Route(each.path.replace("}", ":path}"), _Endpoint(each, self), methods=[each.method]) for each in TYPED),
         ]
@@ -159,6 +164,12 @@ class Routes:
         answer = model_page(cards) if _is_of_anthropic(request.scope) else Models("list", cards)
         return Response(encode(answer), media_type=_JSON)
 
+    async def _ollama_models(self, request: Request) -> Response:
+        self.admission.call(request.scope)
+        names = [self.admission.model_name(), *self.admission.model_names()[1:]]
+        describe = list_loaded if request.url.path.endswith("/ps") else list_models
+        return Response(describe(names, self.intake), media_type=_JSON)
+
     async def _model(self, request: Request) -> Response:
         self.admission.call(request.scope)
         name = unquote(request.path_params["name"])
@@ -180,6 +191,15 @@ def _constant(content: bytes, media_type: str) -> Callable[[Request], Awaitable[
         return Response(content, media_type=media_type)
 
     return answer
+
+
+def _refused(reason: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return an HTTP handler that refuses every call for the given reason."""
+
+    async def refuse(request: Request) -> Response:
+        raise RefusedError(Reason.UNIMPLEMENTED, reason)
+
+    return refuse
 
 
 def _is_of_anthropic(scope: Scope) -> bool:

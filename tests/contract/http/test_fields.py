@@ -38,6 +38,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+OLLAMA_CHAT, GENERATE, EMBED, OLD_EMBED = "/api/chat", "/api/generate", "/api/embed", "/api/embeddings"
 RENDER, RENDER_CHAT = f"{COMPLETIONS}/render", f"{CHAT}/render"
 TEXT = "once upon a time"
 QUESTION = {"role": "user", "content": "hello"}
@@ -52,7 +53,13 @@ PLAIN: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "hello", "seed": 0, "max_output_tokens": 4, "request_id": "same", "store": False},
     "/tokenize": {"prompt": TEXT},
     "/detokenize": {"tokens": [70, 71]},
+    EMBED: {"input": TEXT, "request_id": "same"},
+    OLD_EMBED: {"prompt": TEXT, "request_id": "same"},
+    "/api/show": {},
+    "/api/pull": {"stream": False},
 }
+for path, question in ((OLLAMA_CHAT, {"messages": [QUESTION]}), (GENERATE, {"prompt": "hello"})):
+    PLAIN[path] = {**question, "options": {"seed": 0, "num_predict": 4}, "stream": False, "request_id": "same"}
 
 
 @dataclass
@@ -224,7 +231,46 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("min_tokens", "ignore_eos", "stop_token_ids", "logit_bias", "include_stop_str_in_output", "skip_special_tokens"),
 )
+OLLAMA: dict[str, Case | Harmless] = (
+    PROMPTS
+    | QUEUED
+    | {name: CHAT_PROMPTS[name] for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")}
+    | {
+        "request_id": GENERATION["request_id"],
+        "stream": read("kind", True, "application/x-ndjson"),
+        "format": matched({"type": "object"}, "JSON_SCHEMA", '{"type":"object"}'),
+        "options": read("request.max_tokens", {"num_predict": 7}, 7),
+        "think": prompted(False, "<user>hello\n<assistant>False"),
+        "logprobs": sampled("num_logprobs", True, 0),
+        "top_logprobs": Case(2, attrgetter("request.sampling.num_logprobs"), 2, {"logprobs": True}),
+        "keep_alive": Harmless("5m"),
+    }
+)
 CASES: dict[str, dict[str, Case | Harmless]] = {
+    OLLAMA_CHAT: OLLAMA
+    | {
+        "messages": prompted([ANSWER], "<assistant>once "),
+        "tools": Case([{"type": "function", "function": {"name": "f"}}], has_in_grammar("triggered_tags"), True),
+    },
+    GENERATE: OLLAMA
+    | {
+        "prompt": prompted("bye", "<user>bye\n<assistant>"),
+        "suffix": prompted(" hello", "<end><|fim_prefix|>hello<|fim_suffix|> hello<|fim_middle|>"),
+        "system": prompted("be", "<system>be\n<user>hello\n<assistant>"),
+        "raw": prompted(True, "<end>hello"),
+    },
+    EMBED: PROMPTS
+    | QUEUED
+    | {
+        "request_id": GENERATION["request_id"],
+        "input": PROMPT,
+        "truncate": read("status", False, 400, input=TEXT * 100),
+        "dimensions": answered(lambda answer: len(answer["embeddings"][0]), 1, 1),
+        "keep_alive": Harmless(-1),
+    },
+    OLD_EMBED: PROMPTS | QUEUED | {"request_id": GENERATION["request_id"], "prompt": PROMPT, "keep_alive": Harmless(0)},
+    "/api/show": {"model": PROMPTS["model"], "name": PROMPTS["model"]},
+    "/api/pull": {"model": PROMPTS["model"], "name": PROMPTS["model"], "stream": OLLAMA["stream"]},
     COMPLETIONS: PROMPTS
     | GENERATION
     | {
@@ -471,7 +517,8 @@ async def test_a_field_does_what_it_says(door: ApiServer, path: str, row: FieldR
 
 # Values that request an effect of an unsupported field. The default is a non-empty list.
 NOT_SERVED: dict[str, Any] = {name: {"a": 1} for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs")}
-FLAGS = ("watermarking", "return_token_offsets", "return_prompt_text", "enable_response_messages")
+NOT_SERVED["template"] = "x"
+FLAGS = ("watermarking", "return_token_offsets", "return_prompt_text", "enable_response_messages", "truncate", "shift")
 NOT_SERVED |= dict.fromkeys(FLAGS, True)
 
 
@@ -487,6 +534,8 @@ async def _is_refused(door: ApiServer, path: str, row: FieldRow, value: Any, *, 
     seen = await door.send(path, PLAIN[path] | {row.name: value}, by_openai=by_openai)
     assert (seen.status, seen.request) == (400, None)
     error = seen.answer["error"]
+    if isinstance(error, str):  # of Ollama's API
+        error = {"param": error.partition(" ")[0], "message": error}
     assert error["param"].partition("[")[0] == row.name
     assert error["message"].endswith(f"is not supported: {row.note}")
 

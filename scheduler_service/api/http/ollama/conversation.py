@@ -8,7 +8,6 @@ import msgspec
 from msgspec import Raw
 
 from scheduler_service.api.http.ollama.requests import (
-    OllamaCall,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaMessage,
@@ -23,27 +22,23 @@ from scheduler_service.api.http.requests import (
     JsonSchemaFormat,
     NamedSchema,
     QueuedRequest,
+    StreamOptions,
 )
 from scheduler_service.serving.refusal import invalid
 
-# Fields and options that have the same meaning in the requests of OpenAI's API.
-_SAME = QueuedRequest.__struct_fields__
-_SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")
+# Options that have the same meaning in the requests of OpenAI's API.
+_SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")
+# The field names of a request, by the names of the fields of OpenAI's API that they become.
+NAMES = RequestNames(
+    "prompt",
+    **{name: f"options.{name}" for name in (*_SAME, "seed")},
+    max_tokens="options.num_predict",
+    max_completion_tokens="options.num_predict",
+    repetition_penalty="options.repeat_penalty",
+    continue_final_message="messages",
+    response_format="format",
+)
 _NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-
-
-def field_names(prompt: str) -> RequestNames:
-    """Return the field names of a request of Ollama's API, for errors. `prompt` is the field with the prompt."""
-    return RequestNames(
-        prompt,
-        **{name: f"options.{name}" for name in (*_SAME_OPTIONS, "seed")},
-        messages=prompt,
-        continue_final_message=prompt,
-        max_tokens="options.num_predict",
-        max_completion_tokens="options.num_predict",
-        repetition_penalty="options.repeat_penalty",
-        response_format="format",
-    )
 
 
 def chat_of(request: OllamaChatRequest | OllamaGenerateRequest) -> ChatCompletionRequest:
@@ -58,22 +53,26 @@ def chat_of(request: OllamaChatRequest | OllamaGenerateRequest) -> ChatCompletio
     return ChatCompletionRequest(
         messages=list(_messages(given)),
         tools=tools or None,
-        max_completion_tokens=_max_tokens(request),
+        max_completion_tokens=max_output_tokens(request) or -1,
         continue_final_message=(last.role == "assistant" and bool(last.content) and not last.tool_calls) or None,
         logprobs=request.logprobs,
-        top_logprobs=request.top_logprobs if request.logprobs else None,
+        top_logprobs=request.top_logprobs,
         enable_thinking=think if think is None else bool(think),
         reasoning_effort=think if isinstance(think, str) else None,
         **_options(request),
     )
 
 
-def completion_of(request: OllamaGenerateRequest, prompt: str | tuple[int, ...]) -> CompletionRequest:
-    """Convert a request of `/api/generate` to a completion request for a prompt that the chat template does not render:
-    a text, or token ids. Its output is not limited yet (see `max_output_tokens`). Raises RefusedError if an option is
-    not supported."""
+def completion_of(request: OllamaGenerateRequest) -> CompletionRequest:
+    """Convert a request of `/api/generate` to a completion request, for a prompt that the chat template does not
+    render. The length of its output is not limited (see `max_output_tokens`). Raises RefusedError if an option is not
+    supported."""
+    if request.system or request.think:
+        field = "system" if request.system else "think"
+        raise invalid(field, f"{field} is set, but no chat template renders the prompt; leave {field} unset")
     return CompletionRequest(
-        prompt=prompt if isinstance(prompt, str) else list(prompt),
+        prompt=request.prompt or "",
+        suffix=request.suffix,
         max_tokens=-1,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         **_options(request),
@@ -83,61 +82,51 @@ def completion_of(request: OllamaGenerateRequest, prompt: str | tuple[int, ...])
 def max_output_tokens(request: OllamaRequest) -> int | None:
     """Return the maximum number of output tokens, or None if only the maximum sequence length limits the output. Raises
     RefusedError if the request sets 0."""
-    number = (request.options or OllamaOptions()).num_predict
+    number = request.options.num_predict if request.options else None
     if number == 0:
         field = "options.num_predict"
         raise invalid(field, f"{field} is 0; send at least 1, or -1 for outputs up to the maximum sequence length")
-    return None if number is None or number < 0 else number
-
-
-def _max_tokens(request: OllamaRequest) -> int:
-    number = max_output_tokens(request)
-    return -1 if number is None else number
+    return number if number and number > 0 else None
 
 
 def _options(request: OllamaRequest) -> dict[str, Any]:
     """Return the fields of a completion request that all requests for text have, except the limit on the output."""
     options = request.options or OllamaOptions()
-    found: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
-    found |= {name: getattr(options, name) for name in _SAME_OPTIONS}
+    found: dict[str, Any] = {name: getattr(request, name) for name in QueuedRequest.__struct_fields__}
+    found |= {name: getattr(options, name) for name in _SAME}
     found |= {"repetition_penalty": options.repeat_penalty, "seed": None if options.seed == -1 else options.seed}
+    found |= {"stream": request.is_streamed, "stream_options": StreamOptions(True) if request.is_streamed else None}
     if isinstance(request.format, dict):
         found["response_format"] = JsonSchemaFormat(NamedSchema(Raw(msgspec.json.encode(request.format))))
     elif request.format:
         found["response_format"] = JsonObjectFormat()
-    if options.repeat_last_n == 0:
+    if (window := options.repeat_last_n) == 0:
         found |= _NO_PENALTIES
-    elif (options.repeat_last_n or -1) > 0 and any(
-        found[name] not in (None, off) for name, off in _NO_PENALTIES.items()
-    ):
-        field = "options.repeat_last_n"
-        raise invalid(field, f"{field} is {options.repeat_last_n}, but penalties apply to all tokens; send -1")
+    elif window not in (None, -1) and any(found[name] not in (None, off) for name, off in _NO_PENALTIES.items()):
+        raise invalid(
+            "options.repeat_last_n", f"options.repeat_last_n is {window}, but penalties apply to all tokens; send -1"
+        )
     return found
 
 
 def _messages(given: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
     """Convert the messages of a conversation to chat messages, and yield them. Calls without an id get one. A result
-    without the id of its call belongs to the first call of the same tool, or else to the first call, that has no result
-    yet."""
-    waiting: dict[str, str] = {}  # the names of tools that were called, by the ids of calls without a result
+    without an id belongs to the first call without a result; if the result names its tool, to the first such call of
+    that tool."""
+    waiting: dict[str, str] = {}  # the names of called tools, by the ids of calls without a result
     for index, message in enumerate(given):
-        found: dict[str, Any] = {"role": message.role.lower(), "content": message.content or ""}
-        if message.thinking:
-            found["reasoning_content"] = message.thinking
-        if message.tool_calls:
-            calls = {call.id or f"call_{index}_{at}": call for at, call in enumerate(message.tool_calls)}
-            found["tool_calls"] = [_call(call_id, call) for call_id, call in calls.items()]
-            waiting |= {call_id: call.function.name for call_id, call in calls.items()}
-        if found["role"] == "tool":
-            name = message.tool_name or message.name
-            call_id = message.tool_call_id or next((each for each in waiting if waiting[each] == name), "")
-            call_id = call_id or next(iter(waiting), "")
-            found |= {"tool_call_id": call_id} if call_id else {}
-            found |= {"name": name or waiting.get(call_id)} if name or call_id in waiting else {}
-            waiting.pop(call_id, None)
+        calls = []
+        for place, call in enumerate(message.tool_calls or ()):
+            call_id, name = call.id or f"call_{index}_{place}", call.function.name
+            function = {"name": name, "arguments": json.dumps(call.function.arguments or {}, ensure_ascii=False)}
+            calls.append({"id": call_id, "type": "function", "function": function})
+            waiting[call_id] = name
+        role, tool = message.role.lower(), message.tool_name or message.name
+        found = {"role": role, "content": message.content or "", "tool_calls": calls or None}
+        found["reasoning_content"] = message.thinking or None
+        if role == "tool":
+            ids = (each for each, name in waiting.items() if tool in (None, name))
+            answered = message.tool_call_id or next(ids, None)
+            found |= {"tool_call_id": answered, "name": tool or waiting.get(answered or "")}
+            waiting.pop(answered or "", None)
         yield found
-
-
-def _call(call_id: str, call: OllamaCall) -> dict[str, Any]:
-    arguments = json.dumps(call.function.arguments or {}, ensure_ascii=False)
-    return {"id": call_id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

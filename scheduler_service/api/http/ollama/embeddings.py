@@ -2,47 +2,44 @@
 
 import secrets
 import time
+from typing import Any
 
 from scheduler_service.api.http.answers import encode
 from scheduler_service.api.http.embeddings import encoded_embeddings
-from scheduler_service.api.http.ollama.answers import OllamaEmbedAnswer, OllamaEmbeddingAnswer
+from scheduler_service.api.http.ollama.answers import OllamaEmbedAnswer
 from scheduler_service.api.http.ollama.requests import OllamaEmbeddingRequest, OllamaEmbedRequest
 from scheduler_service.api.http.request_options import RequestNames
 from scheduler_service.api.http.requests import EmbeddingRequest, QueuedRequest
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.tenants.caller import Call
 
-_NAMES, _OLD_NAMES = RequestNames("input"), RequestNames("prompt", input="prompt")
-
 
 async def embed_texts(request: OllamaEmbedRequest, call: Call, intake: Intake, model_name: str) -> bytes:
     """Answer a call of `/api/embed`. Return the JSON with one embedding for each text. Raises RefusedError if the
     request is invalid or refused."""
     began_at = time.monotonic_ns()
-    model = request.model or model_name
-    if not request.input:
-        return encode(OllamaEmbedAnswer(model, []))
-    same = {name: getattr(request, name) for name in QueuedRequest.__struct_fields__}
+    options: dict[str, Any] = {"dimensions": request.dimensions or None}
     if request.truncate is not False and request.truncate_prompt_tokens is None:
-        same |= {"truncate_prompt_tokens": -1, "truncation_side": "right"}
-    texts = request.input if isinstance(request.input, str) else [*request.input]
-    asked = EmbeddingRequest(input=texts, dimensions=request.dimensions or None, **same)
-    with _NAMES.translate_refusals():
-        embeddings, num_tokens = await encoded_embeddings(asked, _drawn_id(request), call, intake)
-    return encode(OllamaEmbedAnswer(model, embeddings, time.monotonic_ns() - began_at, 0, num_tokens))
+        options |= {"truncate_prompt_tokens": -1, "truncation_side": "right"}
+    embeddings, num_tokens = await _embed(request, "input", request.input, call, intake, options)
+    duration = time.monotonic_ns() - began_at
+    return encode(OllamaEmbedAnswer(request.model or model_name, embeddings, duration, num_tokens))
 
 
 async def embed_text(request: OllamaEmbeddingRequest, call: Call, intake: Intake) -> bytes:
-    """Answer a call of `/api/embeddings`. Return the JSON with the embedding of one text. Raises RefusedError if the
-    request is invalid or refused."""
-    if not request.prompt:
-        return encode(OllamaEmbeddingAnswer([]))
+    """Answer a call of `/api/embeddings`. Return the JSON with the embedding of one text, which is empty if the text is
+    empty. Raises RefusedError if the request is invalid or refused."""
+    embeddings, _ = await _embed(request, "prompt", request.prompt, call, intake, {})
+    return encode({"embedding": embeddings[0] if embeddings else []})
+
+
+async def _embed(
+    request: QueuedRequest, field: str, texts: Any, call: Call, intake: Intake, options: dict[str, Any]
+) -> tuple[list[Any], int]:
+    """Return the embeddings of `texts`, the value of the request's `field`, and the number of their tokens."""
+    if not texts:
+        return [], 0
     same = {name: getattr(request, name) for name in QueuedRequest.__struct_fields__}
-    with _OLD_NAMES.translate_refusals():
-        asked = EmbeddingRequest(input=request.prompt, **same)
-        [embedding], _ = await encoded_embeddings(asked, _drawn_id(request), call, intake)
-    return encode(OllamaEmbeddingAnswer(embedding))
-
-
-def _drawn_id(request: QueuedRequest) -> str:
-    return request.request_id or f"embd-{secrets.token_hex(12)}"
+    with RequestNames(field, input=field).translate_refusals():
+        answer_id = request.request_id or f"embd-{secrets.token_hex(12)}"
+        return await encoded_embeddings(EmbeddingRequest(input=texts, **same | options), answer_id, call, intake)

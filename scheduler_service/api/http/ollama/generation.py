@@ -1,33 +1,25 @@
-"""The endpoints `/api/chat` and `/api/generate` of Ollama's API. A streamed answer consists of lines of JSON; joined,
-they are the whole answer."""
+"""The endpoints `/api/chat` and `/api/generate` of Ollama's API. Streamed answers consist of lines of JSON."""
 
-import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any
 
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
-from pagewire.common.chat.chat_output import Arguments, CallStart, Content, OutputParser, Reasoning
-from scheduler_service.api.http.answering import PromptProgress, begin_requests, deltas_of, finish_reason
-from scheduler_service.api.http.answers import encode, encode_list
+from pagewire.common.chat.chat_output import ChatFormat
+from scheduler_service.api.http.answering import PromptProgress, answer_call, finish_reason
+from scheduler_service.api.http.answers import ToolCall, UsageCounts, encode, encode_list
 from scheduler_service.api.http.chat_completions import read_chat
 from scheduler_service.api.http.completions import read_completion
-from scheduler_service.api.http.ollama.answers import (
-    MadeCall,
-    MadeFunction,
-    OllamaAnswer,
-    OllamaChatAnswer,
-    OllamaGenerateAnswer,
-    OllamaReply,
-)
-from scheduler_service.api.http.ollama.conversation import chat_of, completion_of, field_names, max_output_tokens
+from scheduler_service.api.http.ollama.answers import OllamaChatAnswer, OllamaGenerateAnswer, OllamaReply
+from scheduler_service.api.http.ollama.conversation import NAMES, chat_of, completion_of, max_output_tokens
 from scheduler_service.api.http.ollama.requests import OllamaChatRequest, OllamaGenerateRequest
-from scheduler_service.api.http.request_options import DecodedCall
+from scheduler_service.api.http.requests import GenerationRequest
 from scheduler_service.api.http.token_texts import TokenTexts
-from scheduler_service.api.http.tool_calls import object_of
+from scheduler_service.api.http.tool_calls import MessageParts, ParserMaker, SampleReader, object_of
 from scheduler_service.api.http.transport.event_stream import EventStream
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
@@ -35,109 +27,82 @@ from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _Request = OllamaChatRequest | OllamaGenerateRequest
-_Result = TypeVar("_Result")
-_NAMES = {OllamaChatRequest: field_names("messages"), OllamaGenerateRequest: field_names("prompt")}
+_Answer = OllamaChatAnswer | OllamaGenerateAnswer
+_NOTHING = MessageParts("")
+_PLAIN_TEXT: ParserMaker = partial(ChatFormat(None, None).parser, "", {})
 
 
-class OutputPiece(NamedTuple):
-    """The parts that new output adds to an answer. `logprobs` contains JSON, or is empty."""
+class OllamaWriter:
+    """The writer of the answers of `/api/chat` and `/api/generate` (see `AnswerWriter`). Each tool call is sent as a
+    whole, when the output is complete."""
 
-    content: str = ""
-    thinking: str = ""
-    tool_calls: tuple[MadeCall, ...] = ()
-    logprobs: bytes = b""
+    output_details = UNSET
+    num_hidden_tokens = 0
 
-
-class PieceReader:
-    """A converter from the deltas (pieces of new output) of one output to the pieces of an answer. Each tool call is
-    returned as a whole, as soon as its arguments are complete."""
-
-    def __init__(self, parser: OutputParser | None, texts: TokenTexts, *, with_logprobs: bool) -> None:
-        """Create a reader of one output. `parser` splits the output into text, reasoning and tool calls. Without it,
-        the output consists of text."""
-        self._parser = parser
-        self._texts = texts
-        self._with_logprobs = with_logprobs
-        self._num_calls = 0
-        self._call: tuple[str, list[str]] | None = None  # name and pieces of the arguments of an incomplete call
-
-    def read(self, delta: Delta) -> OutputPiece:
-        """Convert a delta to the piece of the answer that it adds."""
-        is_last = delta.end is not None
-        parts = [Content(delta.text)] if self._parser is None else self._parser.feed(delta.text, is_last=is_last)
-        content, thinking, calls = list[str](), list[str](), list[MadeCall]()
-        for part in parts:
-            match part:
-                case Content():
-                    content.append(part.text)
-                case Reasoning():
-                    thinking.append(part.text)
-                case CallStart():
-                    calls += self._complete_call()
-                    self._call = part.name, []
-                case Arguments() if self._call is not None:
-                    self._call[1].append(part.text)
-        if is_last or content or thinking:
-            calls += self._complete_call()
-        logprobs = b""
-        if self._with_logprobs and delta.logprobs:
-            logprobs = bytes(encode_list(map(self._texts.chat_logprob, delta.logprobs)))
-        return OutputPiece("".join(content), "".join(thinking), tuple(calls), logprobs)
-
-    def _complete_call(self) -> Iterator[MadeCall]:
-        if self._call is not None:
-            name, pieces = self._call
-            yield MadeCall(
-                f"call_{secrets.token_hex(12)}", MadeFunction(self._num_calls, name, object_of("".join(pieces)))
-            )
-            self._num_calls += 1
-            self._call = None
-
-
-class AnswerLines:
-    """A writer of the answer to one call, as the lines of a stream or as a whole. It measures the times that the answer
-    reports."""
-
-    def __init__(self, request: _Request, model_name: str) -> None:
-        """Create the writer of an answer. `model_name` is used if the request names no model."""
+    def __init__(self, request: _Request, model_name: str, intake: Intake) -> None:
+        """Create the writer for the answer to one request. `model_name` is the name in the answer if the request names
+        no model."""
         self.model = request.model or model_name
-        self._is_chat = isinstance(request, OllamaChatRequest)
+        self.reader = SampleReader(_PLAIN_TEXT())
+        self._request = request
         self._began_at = time.monotonic_ns()
-        self._queued_at = self._first_at = 0
+        self._texts = TokenTexts(intake.tokenizer)
+        self._calls: list[tuple[ToolCall, list[str]]] = []  # each with the pieces of its arguments
+        self._whole = self.line()
+        self._ending: tuple[PromptProgress, str | None] | None = None
 
-    def mark_queued(self) -> None:
-        """Record that the request is queued now."""
-        self._queued_at = time.monotonic_ns()
+    def line(self, told: MessageParts = _NOTHING, calls: Sequence[dict[str, Any]] = (), **fields: Any) -> _Answer:
+        """Return an object of the answer with the content and reasoning in `told`, the given tool calls, and further
+        fields."""
+        fields |= {"model": self.model, "created_at": datetime.now(UTC)}
+        thinking: str | UnsetType = told.reasoning or UNSET
+        if isinstance(self._request, OllamaGenerateRequest):
+            return OllamaGenerateAnswer(response=told.content, thinking=thinking, **fields)
+        reply = OllamaReply("assistant", told.content, thinking, list(calls) or UNSET)
+        return OllamaChatAnswer(message=reply, **fields)
 
-    def mark_output(self) -> None:
-        """Record that output has arrived now."""
-        self._first_at = self._first_at or time.monotonic_ns()
+    def first_choices(self, progress: PromptProgress) -> list[Any]:
+        return []
 
-    def line(self, piece: OutputPiece, *, done: bool = False, **ending: Any) -> OllamaAnswer:
-        """Return an object of the answer that contains `piece`. `ending` contains the fields of the last object."""
-        head: dict[str, Any] = {"model": self.model, "created_at": datetime.now(UTC), "done": done, **ending}
-        if piece.logprobs:
-            head["logprobs"] = Raw(piece.logprobs)
-        thinking: str | UnsetType = piece.thinking or UNSET
-        if self._is_chat:
-            reply = OllamaReply("assistant", piece.content, thinking, list(piece.tool_calls) or UNSET)
-            return OllamaChatAnswer(message=reply, **head)
-        return OllamaGenerateAnswer(response=piece.content, thinking=thinking, **head)
+    def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> _Answer | None:
+        told = self.reader.read(delta.text, is_last=delta.end is not None)
+        for call in told.tool_calls:
+            if call.id is not UNSET:
+                self._calls.append((call, []))
+            self._calls[-1][1].append(call.function.arguments)
+        logprobs = encode_list(map(self._texts.chat_logprob, delta.logprobs)) if delta.logprobs else UNSET
+        calls: list[dict[str, Any]] = []
+        if delta.end is not None:
+            self._ending = progress, finish_reason(delta.end)
+            for index, (call, pieces) in enumerate(self._calls):
+                function = {"index": index, "name": call.function.name, "arguments": object_of("".join(pieces))}
+                calls.append({"id": call.id, "function": function})
+        self._whole = self.line(told, calls, logprobs=logprobs)
+        return self._whole if is_whole or told.content or told.reasoning or calls or delta.logprobs else None
 
-    def last_line(self, piece: OutputPiece, reason: str, progress: PromptProgress) -> OllamaAnswer:
-        """Return the last object of the answer, with the counts of tokens and the measured times."""
-        ended_at = time.monotonic_ns()
-        first_at = self._first_at or ended_at
-        return self.line(
-            piece,
+    def answer(
+        self,
+        choices: list[Any],
+        usage: UsageCounts | UnsetType | None,
+        progress: PromptProgress | None,
+        *,
+        is_whole: bool,
+    ) -> _Answer:
+        if not isinstance(usage, UsageCounts):  # in a stream, only the last event reports the usage
+            line: _Answer = choices[0]
+            return line
+        assert self._ending is not None, "the output has ended"
+        (progress, reason), ended_at = self._ending, time.monotonic_ns()
+        return structs.replace(
+            self._whole if is_whole else self.line(),
             done=True,
             done_reason=reason,
             total_duration=ended_at - self._began_at,
-            load_duration=self._queued_at - self._began_at,
-            prompt_eval_count=len(progress.prompt_token_ids),
-            prompt_eval_duration=first_at - self._queued_at,
-            eval_count=sum(progress.num_tokens),
-            eval_duration=ended_at - first_at,
+            load_duration=progress.queued_at - self._began_at,
+            prompt_eval_count=usage.prompt_tokens,
+            prompt_eval_duration=progress.first_output_at - progress.queued_at,
+            eval_count=usage.completion_tokens,
+            eval_duration=ended_at - progress.first_output_at,
         )
 
 
@@ -145,97 +110,28 @@ async def answer_ollama(
     request: _Request, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
     """Answer a call of `/api/chat` or `/api/generate`. Return the JSON of the answer, or None if the answer was sent as
-    a stream. A request without messages or without a prompt is answered at once: elsewhere, it loads or unloads the
-    model. Raises RefusedError if the request is invalid or refused."""
-    lines = AnswerLines(request, model_name)
-    if is_empty(request):
-        return encode(lines.line(OutputPiece(), done=True, done_reason="unload" if request.unloads else "load"))
-    _check_options(request, lines.model, intake)
-    with _NAMES[type(request)].translate_refusals():
-        asked, parser = await _read(request, call, intake, stream)
-        reader = PieceReader(parser, TokenTexts(intake.tokenizer), with_logprobs=bool(request.logprobs))
-        async with begin_requests(asked, call, intake, is_streamed=request.is_streamed, is_timed=True) as [progress]:
-            lines.mark_queued()
-            return await _write(lines, reader, progress, stream if request.is_streamed else None)
-
-
-def is_empty(request: _Request) -> bool:
-    if isinstance(request, OllamaChatRequest):
-        return not request.messages
-    return not request.prompt and not request.suffix
-
-
-async def _write(
-    lines: AnswerLines, reader: PieceReader, progress: PromptProgress, stream: EventStream | None
-) -> bytes | None:
-    """Send the output of a request to `stream`, one line for each delta (piece of new output). Without `stream`, return
-    the JSON of the whole answer."""
-    pieces, reason = list[OutputPiece](), ""
-    async for delta in deltas_of(progress):
-        lines.mark_output()
-        piece = await progress.write(progress.num_values(delta), reader.read, delta)
-        reason = finish_reason(delta.end) or ""
-        if stream is None:
-            pieces.append(piece)
-        elif any(piece):
-            await stream.send_event(encode(lines.line(piece)))
-    if stream is None:
-        num_values = sum(len(piece.content) + len(piece.logprobs) for piece in pieces)
-        return await progress.write(num_values, lambda: encode(lines.last_line(_joined(pieces), reason, progress)))
-    await stream.send_event(encode(lines.last_line(OutputPiece(), reason, progress)))
-    await stream.end()
-    return None
-
-
-def _joined(pieces: list[OutputPiece]) -> OutputPiece:
-    logprobs = b",".join(piece.logprobs[1:-1] for piece in pieces if piece.logprobs)
-    return OutputPiece(
-        "".join(piece.content for piece in pieces),
-        "".join(piece.thinking for piece in pieces),
-        tuple(call for piece in pieces for call in piece.tool_calls),
-        b"[%b]" % logprobs if logprobs else b"",
-    )
-
-
-def _check_options(request: _Request, name: str, intake: Intake) -> None:
-    """Check the fields `think` and `top_logprobs`. Raises RefusedError if the model cannot think although the request
-    asks for it, or if the request asks for the most likely tokens without log-probabilities."""
+    a stream. A request without messages, prompt and suffix is answered at once: such requests load or unload a model of
+    Ollama. Raises RefusedError if the request is invalid or refused."""
+    writer = OllamaWriter(request, model_name, intake)
     template = intake.model.chat_template
-    thinks = template is not None and intake.chats.format_of(template).has_reasoning
-    is_plain = isinstance(request, OllamaGenerateRequest) and bool(request.raw or request.suffix)
-    if request.think and (is_plain or not thinks):
-        reason = (
-            "raw or suffix is set, so no chat template is applied"
-            if is_plain
-            else f'"{name}" does not support thinking'
-        )
-        raise invalid("think", f"{reason}; leave think unset")
+    if not (request.messages if isinstance(request, OllamaChatRequest) else request.prompt or request.suffix):
+        return encode(writer.line(done=True, done_reason="unload" if request.unloads else "load"))
+    if request.think and not (template and intake.chats.format_of(template).has_reasoning):
+        raise invalid("think", f'"{writer.model}" does not support thinking; leave think unset')
     if request.top_logprobs and not request.logprobs:
         raise invalid(
             "top_logprobs", "top_logprobs is set, but logprobs is not true; set logprobs, or leave both unset"
         )
-
-
-async def _read(
-    request: _Request, call: Call, intake: Intake, stream: EventStream
-) -> tuple[DecodedCall, OutputParser | None]:
-    """Convert a request into a generation request. Raises RefusedError if the request is invalid.
-
-    Returns the decoded call with the generation request, and a parser of the output, or None if the output is text.
-    """
-    if isinstance(request, OllamaGenerateRequest) and request.suffix:
-        raise invalid("suffix", "suffix is set, but the model cannot insert text; leave suffix unset")
-    if isinstance(request, OllamaGenerateRequest) and (request.raw or intake.model.template_file is None):
-        if request.system:
-            raise invalid("system", "system is set, but no chat template is applied; put the text into prompt")
-        completion = await _in_turn(request, call, intake, completion_of, request, request.prompt or "")
-        asked = await read_completion(completion, call, intake)
-        limited = replace(asked.requests[0], default_max_tokens=max_output_tokens(request))
-        return asked._replace(requests=[limited]), None
-    chat = await _in_turn(request, call, intake, chat_of, request)
-    asked, make_parser = await read_chat(chat, call, intake, stream)
-    return asked, make_parser()
-
-
-async def _in_turn(request: _Request, call: Call, intake: Intake, work: Callable[..., _Result], *args: Any) -> _Result:
-    return await intake.turns.run_in_turn(call.caller.tenant(request.tenant or ""), call.size, work, *args)
+    tenant = call.caller.tenant(request.tenant or "")
+    with NAMES.translate_refusals():
+        asked: GenerationRequest
+        if isinstance(request, OllamaGenerateRequest) and (request.raw or request.suffix or template is None):
+            asked = completion = await intake.turns.run_in_turn(tenant, call.size, completion_of, request)
+            read = await read_completion(completion, call, intake)
+            limited = replace(read.requests[0], default_max_tokens=max_output_tokens(request))
+            read = read._replace(requests=[limited])
+        else:
+            asked = chat = await intake.turns.run_in_turn(tenant, call.size, chat_of, request)
+            read, make_parser = await read_chat(chat, call, intake, stream)
+            writer.reader = SampleReader(make_parser())
+        return await answer_call(asked, read, call, intake, writer, stream, is_timed=True)

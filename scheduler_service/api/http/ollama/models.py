@@ -1,20 +1,14 @@
-"""The endpoints of Ollama's API that describe the served model, and the refusals of calls that would change models.
-
-A property that this process does not know is left out.
-"""
+"""The endpoints of Ollama's API that describe the served model, and the reasons why calls that change models are
+refused. A property that this process does not know is left out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Literal
-
-from msgspec import UNSET
+from typing import Any
 
 from pagewire.common.wire.sampling_rules import CHECKPOINTS_OPTIONS
 from scheduler_service.api.http.answering import longest_sequence
 from scheduler_service.api.http.answers import encode
-from scheduler_service.api.http.ollama.answers import ListedModel, LoadedModel, ModelDetails, OllamaStatus, ShownModel
+from scheduler_service.api.http.infill import has_infill
 from scheduler_service.api.http.ollama.requests import OllamaPullRequest
 from scheduler_service.api.http.transport.event_stream import EventStream
 from scheduler_service.serving.checkpoint.sampling_defaults import API_DEFAULTS
@@ -26,99 +20,70 @@ REFUSED_CALLS: Mapping[str, tuple[Sequence[str], str]] = {
     "/api/create": (["POST"], f"models cannot be created: {_ONE_MODEL}; to serve another one, start another server"),
     "/api/copy": (["POST"], f"models cannot be copied: {_ONE_MODEL}; --served-model-name gives it further names"),
     "/api/delete": (["DELETE"], f"models cannot be deleted: {_ONE_MODEL}; stop the server, and delete the files"),
-    "/api/push": (["POST"], f"models cannot be pushed: {_ONE_MODEL}; upload the files with the tools of the registry"),
+    "/api/push": (["POST"], f"models cannot be pushed: {_ONE_MODEL}; upload its files by other means"),
     "/api/blobs/{digest}": (["GET", "POST"], f"files cannot be uploaded: {_ONE_MODEL}; copy them to the server's disk"),
 }
 _NEVER = datetime.max.replace(tzinfo=UTC)
-_OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty"}
-_OFF = {name: getattr(API_DEFAULTS, name) for name in CHECKPOINTS_OPTIONS}
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """The size in bytes of all files of the served model, and the time of their last change."""
-
-    size: int
-    modified_at: datetime
-
-    @classmethod
-    def of(cls, path: Path) -> "ModelFiles":
-        """Measure the files of a checkpoint directory, or a GGUF file."""
-        files = [each.stat() for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file()]
-        changed = max((each.st_mtime for each in files), default=0.0)
-        return cls(sum(each.st_size for each in files), datetime.fromtimestamp(changed, UTC))
-
-
-def list_models(names: Sequence[str], intake: Intake) -> bytes:
-    """Answer a call of `/api/tags`. Return the JSON with the names of the served model."""
-    files, digest = ModelFiles.of(intake.model.directory), intake.model.digest.hex()
-    listed = [
-        ListedModel(name, name, files.modified_at, files.size, digest, _details(intake)) for name in map(tagged, names)
-    ]
-    return encode({"models": listed})
+def list_models(names: Sequence[str], intake: Intake, **more: Any) -> bytes:
+    """Answer a call of `/api/tags` or `/api/ps`. Return the JSON with an entry for each name in `names`. Names without
+    a tag get the tag `latest`. `more` contains further fields of each entry."""
+    path, tagged = intake.model.directory, [name if ":" in name else f"{name}:latest" for name in names]
+    size = sum(each.stat().st_size for each in ([path] if path.is_file() else path.iterdir()))
+    same = {"size": size, "digest": intake.model.digest.hex(), "details": _details(intake)}
+    same |= {"modified_at": _modified_at(intake), **more}
+    return encode({"models": [{"name": name, "model": name, **same} for name in tagged]})
 
 
 def list_loaded(names: Sequence[str], intake: Intake) -> bytes:
-    """Answer a call of `/api/ps`. Return the JSON with the names of the served model if a worker has loaded it."""
-    if not intake.engine.availability.is_serving:
-        return encode({"models": []})
-    size, digest, length = (
-        ModelFiles.of(intake.model.directory).size,
-        intake.model.digest.hex(),
-        longest_sequence(intake),
-    )
-    loaded = [LoadedModel(name, name, size, digest, _details(intake), _NEVER, length) for name in map(tagged, names)]
-    return encode({"models": loaded})
+    """Answer a call of `/api/ps`. Return the JSON with the names of the served model, or without names if no worker has
+    loaded the model."""
+    loaded = names if intake.engine.availability.is_serving else ()
+    return list_models(loaded, intake, expires_at=_NEVER, context_length=longest_sequence(intake))
 
 
 def show_model(intake: Intake) -> bytes:
     """Answer a call of `/api/show`. Return the JSON with the properties of the served model."""
-    model = intake.model
-    prefix = model.model_type or "general"
+    model, capabilities, family = intake.model, ["completion"], intake.model.model_type or "general"
     sizes = {"context_length": longest_sequence(intake), "embedding_length": model.hidden_size}
-    known: dict[str, Any] = {f"{prefix}.{name}": size for name, size in sizes.items() if size}
-    known |= {"general.basename": model.name, f"{prefix}.vocab_size": model.vocab_size}
-    if model.model_type:
-        known["general.architecture"] = model.model_type
+    sizes["vocab_size"] = model.vocab_size
+    names = {"general.architecture": model.model_type, "general.basename": model.name}
+    info = names | {f"{family}.{name}": size for name, size in sizes.items()}
+    if model.chat_template is not None:
+        output = intake.chats.format_of(model.chat_template)
+        capabilities += ["tools"] if output.calls is not None else []
+        capabilities += ["thinking"] if output.has_reasoning else []
+    capabilities += ["insert"] if has_infill(intake) else []
+    capabilities += [] if model.embedding.refusal else ["embedding"]
     options = {name: getattr(model.sampling_defaults, name) for name in CHECKPOINTS_OPTIONS}
-    lines = [f"{_OLLAMA_NAMES.get(name, name):30} {value}" for name, value in options.items() if value != _OFF[name]]
-    shown = ShownModel(
-        _details(intake),
-        known,
-        "\n".join(lines),
-        _capabilities(intake),
-        ModelFiles.of(model.directory).modified_at,
-        model.chat_template or UNSET,
-    )
-    return encode(shown)
+    lines = [
+        f"{name.replace('repetition', 'repeat'):30} {value}"
+        for name, value in options.items()
+        if value != getattr(API_DEFAULTS, name)
+    ]
+    shown: dict[str, Any] = {"details": _details(intake), "capabilities": capabilities, "parameters": "\n".join(lines)}
+    shown |= {"template": model.chat_template or "", "modified_at": _modified_at(intake)}
+    return encode(shown | {"model_info": {name: value for name, value in info.items() if value}})
 
 
 async def pull_model(request: OllamaPullRequest, stream: EventStream) -> bytes | None:
     """Answer a call of `/api/pull` for the served model: report success, because the model is loaded. Return the JSON
     of the answer, or None if the answer was sent as a stream."""
+    answer = encode({"status": "success"})
     if request.stream is False:
-        return encode(OllamaStatus())
-    await stream.send_event(encode(OllamaStatus()))
+        return answer
+    await stream.send_event(answer)
     await stream.end()
     return None
 
 
-def tagged(name: str) -> str:
-    """Return the name of a model with its tag. A name without a tag gets the tag `latest`."""
-    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
+def _modified_at(intake: Intake) -> datetime:
+    return datetime.fromtimestamp(intake.model.directory.stat().st_mtime, UTC)
 
 
-def _details(intake: Intake) -> ModelDetails:
+def _details(intake: Intake) -> dict[str, Any]:
     model, worker = intake.model, intake.engine.availability.capacity
-    form: Literal["gguf", "safetensors"] = "safetensors" if model.directory.is_dir() else "gguf"
-    families = [model.model_type] if model.model_type else []
-    return ModelDetails(form, model.model_type, families, worker.weight_format if worker else "")
-
-
-def _capabilities(intake: Intake) -> list[str]:
-    found, model = ["completion"], intake.model
-    if model.chat_template is not None:
-        output = intake.chats.format_of(model.chat_template)
-        found += ["tools"] if output.calls is not None else []
-        found += ["thinking"] if output.has_reasoning else []
-    return [*found, "embedding"] if not model.embedding.refusal else found
+    details: dict[str, Any] = {"format": "safetensors" if model.directory.is_dir() else "gguf"}
+    details |= {"family": model.model_type, "families": [model.model_type]} if model.model_type else {}
+    return details | ({"quantization_level": worker.weight_format} if worker and worker.weight_format else {})

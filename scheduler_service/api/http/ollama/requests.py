@@ -21,13 +21,12 @@ from scheduler_service.api.http.requests import (
 
 _INERT = Meta(description=INERT)
 _NO_IMAGES = why("the model reads text only")
-_AT_START = why("no effect: set when the server starts")
-_NOT_DRAWN = why("images are not generated")
 KeepAlive = Annotated[float | str, why("no effect: the model stays loaded")]
 
 
 class OllamaOptions(Struct, forbid_unknown_fields=True, frozen=True):
-    """The sampling options of a request. Options that are unset have the model's own defaults, not Ollama's."""
+    """The sampling options of a request. Options that are unset have the model's own defaults, not Ollama's. The
+    options that Ollama needs to load a model, such as `num_ctx`, have no effect."""
 
     num_predict: (
         Annotated[int, Meta(ge=-2, le=UINT32.high), why("default, -1 and -2: up to the maximum sequence length")] | None
@@ -44,29 +43,6 @@ class OllamaOptions(Struct, forbid_unknown_fields=True, frozen=True):
     repeat_last_n: (
         Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1: penalties apply to all tokens; 0: no penalties")] | None
     ) = None
-    # Options that are set when the server starts, and options without an effect on the output.
-    num_ctx: Annotated[int, _AT_START] | None = None
-    num_batch: Annotated[int, _AT_START] | None = None
-    num_gpu: Annotated[int, _AT_START] | None = None
-    main_gpu: Annotated[int, _AT_START] | None = None
-    num_thread: Annotated[int, _AT_START] | None = None
-    num_keep: Annotated[int, why("no effect: prompts are not shortened")] | None = None
-    draft_num_predict: Annotated[int, _INERT] | None = None
-    numa: Annotated[bool, _INERT] | None = None
-    low_vram: Annotated[bool, _INERT] | None = None
-    f16_kv: Annotated[bool, _INERT] | None = None
-    logits_all: Annotated[bool, _INERT] | None = None
-    vocab_only: Annotated[bool, _INERT] | None = None
-    embedding_only: Annotated[bool, _INERT] | None = None
-    use_mmap: Annotated[bool, _INERT] | None = None
-    use_mlock: Annotated[bool, _INERT] | None = None
-    mirostat_tau: Annotated[float, _INERT] | None = None
-    mirostat_eta: Annotated[float, _INERT] | None = None
-    # Unsupported options.
-    mirostat: Annotated[Literal[0], why("use temperature, top_p or min_p")] | None = None
-    tfs_z: Annotated[int, Meta(ge=1, le=1), why("use top_p or min_p")] | None = None
-    typical_p: Annotated[int, Meta(ge=1, le=1), why("use top_p or min_p")] | None = None
-    penalize_newline: Annotated[Literal[True], why("penalties apply to all tokens")] | None = None
 
 
 class OllamaRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -105,7 +81,6 @@ class OllamaFunction(Struct, forbid_unknown_fields=True, frozen=True):
     name: str
     arguments: dict[str, Any] | None = None
     index: Annotated[int, _INERT] | None = None
-    description: Annotated[str, _INERT] | None = None
 
 
 class OllamaCall(Struct, forbid_unknown_fields=True, frozen=True):
@@ -140,9 +115,6 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=T
     template: Annotated[Literal[""], why("use raw, and apply the template yourself")] | None = None
     context: Annotated[Empty, why("use /api/chat, and send the conversation")] | None = None
     images: Annotated[Empty, _NO_IMAGES] | None = None
-    width: Annotated[None, _NOT_DRAWN] = None
-    height: Annotated[None, _NOT_DRAWN] = None
-    steps: Annotated[None, _NOT_DRAWN] = None
 
 
 class OllamaEmbedRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -164,22 +136,12 @@ class OllamaEmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=
     keep_alive: KeepAlive | None = None
 
 
-class OllamaModelRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Names a model."""
-
+class OllamaShowRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     model: str | None = None
     name: Annotated[str, why("alias of model")] | None = None
-
-
-class OllamaShowRequest(OllamaModelRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     verbose: Annotated[bool, _INERT] | None = None
-    system: Annotated[str, _INERT] | None = None
-    template: Annotated[str, _INERT] | None = None
-    options: Annotated[dict[str, Any], _INERT] | None = None
 
 
-class OllamaPullRequest(OllamaModelRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+class OllamaPullRequest(OllamaShowRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     stream: Annotated[bool, why("default: true")] | None = None
     insecure: Annotated[bool, _INERT] | None = None
-    username: Annotated[str, _INERT] | None = None
-    password: Annotated[str, _INERT] | None = None

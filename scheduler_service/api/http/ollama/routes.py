@@ -1,25 +1,11 @@
-"""The routes of Ollama's API."""
+"""The routes of Ollama's API whose requests are decoded into a type."""
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
-
-from pagewire.common import __version__
-from scheduler_service.api.http.answers import encode
-from scheduler_service.api.http.ollama.answers import (
-    OllamaChatAnswer,
-    OllamaEmbedAnswer,
-    OllamaEmbeddingAnswer,
-    OllamaGenerateAnswer,
-    OllamaStatus,
-    ShownModel,
-)
+from scheduler_service.api.http.ollama.answers import OllamaChatAnswer, OllamaEmbedAnswer, OllamaGenerateAnswer
 from scheduler_service.api.http.ollama.embeddings import embed_text, embed_texts
 from scheduler_service.api.http.ollama.generation import answer_ollama
-from scheduler_service.api.http.ollama.models import REFUSED_CALLS, list_loaded, list_models, pull_model, show_model
+from scheduler_service.api.http.ollama.models import pull_model, show_model
 from scheduler_service.api.http.ollama.requests import (
     OllamaChatRequest,
     OllamaEmbeddingRequest,
@@ -30,13 +16,10 @@ from scheduler_service.api.http.ollama.requests import (
 )
 from scheduler_service.api.http.openapi import TypedRoute
 from scheduler_service.api.http.transport.event_stream import JSON_LINES, EventStream
-from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call
 
 if TYPE_CHECKING:
     from scheduler_service.api.http.routes import Routes
-
-_JSON = "application/json"
 
 
 async def _generate(
@@ -45,14 +28,9 @@ async def _generate(
     return await answer_ollama(asked, call, routes.intake, routes.admission.model_name(), stream)
 
 
-async def _show(asked: OllamaShowRequest, call: Call, stream: EventStream, routes: "Routes") -> bytes:
+async def _describe(asked: OllamaShowRequest, call: Call, stream: EventStream, routes: "Routes") -> bytes | None:
     routes.admission.check_model(asked.name)
-    return show_model(routes.intake)
-
-
-async def _pull(asked: OllamaPullRequest, call: Call, stream: EventStream, routes: "Routes") -> bytes | None:
-    routes.admission.check_model(asked.name)
-    return await pull_model(asked, stream)
+    return await pull_model(asked, stream) if isinstance(asked, OllamaPullRequest) else show_model(routes.intake)
 
 
 OLLAMA_ROUTES = (
@@ -82,50 +60,17 @@ OLLAMA_ROUTES = (
     TypedRoute(
         "/api/embeddings",
         OllamaEmbeddingRequest,
-        OllamaEmbeddingAnswer,
+        dict[str, list[float]],
         lambda asked, call, _, routes: embed_text(asked, call, routes.intake),
         "Create the embedding of one text with Ollama's deprecated endpoint",
     ),
-    TypedRoute("/api/show", OllamaShowRequest, ShownModel, _show, "Describe the served model"),
+    TypedRoute("/api/show", OllamaShowRequest, dict[str, Any], _describe, "Describe the served model"),
     TypedRoute(
         "/api/pull",
         OllamaPullRequest,
-        OllamaStatus,
-        _pull,
-        "Report success for the served model; other models are refused",
+        dict[str, str],
+        _describe,
+        "Report success for the served model, and refuse other models",
         framing=JSON_LINES,
     ),
 )
-
-
-def plain_routes(routes: "Routes") -> list[Route]:
-    """Return the routes of Ollama's API whose requests have no body, and the routes of the calls that are refused."""
-
-    async def tags(request: Request) -> Response:
-        routes.admission.call(request.scope)
-        return Response(list_models(routes.admission.model_names(), routes.intake), media_type=_JSON)
-
-    async def ps(request: Request) -> Response:
-        routes.admission.call(request.scope)
-        return Response(list_loaded(routes.admission.model_names(), routes.intake), media_type=_JSON)
-
-    async def version(request: Request) -> Response:
-        return Response(encode({"version": __version__}), media_type=_JSON)
-
-    async def greet(request: Request) -> Response:
-        return PlainTextResponse("Pagewire is running")
-
-    def refuse(reason: str) -> Callable[[Request], Awaitable[Response]]:
-        async def refused(request: Request) -> Response:
-            routes.admission.call(request.scope)
-            raise RefusedError(Reason.UNIMPLEMENTED, reason)
-
-        return refused
-
-    return [
-        Route("/", greet, methods=["GET"]),
-        Route("/api/version", version, methods=["GET"]),
-        Route("/api/tags", tags, methods=["GET"]),
-        Route("/api/ps", ps, methods=["GET"]),
-        *(Route(path, refuse(reason), methods=methods) for path, (methods, reason) in REFUSED_CALLS.items()),
-    ]
