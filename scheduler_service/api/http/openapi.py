@@ -54,7 +54,7 @@ _GOT = {
     "/tokenizer_info": "Return the tokenizer's special tokens and the chat template",
     "/metrics": "Return the metrics of this front end, for operators",
     "/api/tags": "List the names of the served model, in the format of Ollama's API",
-    "/api/ps": "Alias of /api/tags, with the memory of the loaded model",
+    "/api/ps": "Alias of /api/tags; the list is empty if no worker has loaded the model",
     "/api/version": "Alias of /version",
 }
 

@@ -42,7 +42,7 @@ from scheduler_service.api.http.embeddings import embed_inputs
 from scheduler_service.api.http.messages.answers import MessageAnswer, TokenCount, described_model, model_page
 from scheduler_service.api.http.messages.messages import answer_message, count_tokens
 from scheduler_service.api.http.messages.requests import CountTokensRequest, MessagesRequest
-from scheduler_service.api.http.ollama.models import REFUSED_CALLS, list_loaded, list_models
+from scheduler_service.api.http.ollama.models import REFUSED_CALLS, list_models
 from scheduler_service.api.http.ollama.routes import OLLAMA_ROUTES
 from scheduler_service.api.http.openapi import TypedRoute, document, page
 from scheduler_service.api.http.requests import (
@@ -166,9 +166,9 @@ class Routes:
 
     async def _ollama_models(self, request: Request) -> Response:
         self.admission.call(request.scope)
-        names = [self.admission.model_name(), *self.admission.model_names()[1:]]
-        describe = list_loaded if request.url.path.endswith("/ps") else list_models
-        return Response(describe(names, self.intake), media_type=_JSON)
+        self.admission.model_name()  # refuse the call while the names are not known
+        is_listed = request.url.path.endswith("/tags") or self.intake.engine.availability.is_serving
+        return Response(list_models(self.admission.model_names() if is_listed else (), self.intake), media_type=_JSON)
 
     async def _model(self, request: Request) -> Response:
         self.admission.call(request.scope)

@@ -41,10 +41,3 @@ class OllamaChatAnswer(OllamaAnswer, frozen=True, kw_only=True):
 class OllamaGenerateAnswer(OllamaAnswer, frozen=True, kw_only=True):
     response: str
     thinking: str | UnsetType = UNSET
-
-
-class OllamaEmbedAnswer(Struct, frozen=True):
-    model: str
-    embeddings: list[list[float]]
-    total_duration: int
-    prompt_eval_count: int

@@ -1,5 +1,6 @@
 """The endpoints `/api/chat` and `/api/generate` of Ollama's API. Streamed answers consist of lines of JSON."""
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -115,7 +116,8 @@ async def answer_ollama(
     writer = OllamaWriter(request, model_name, intake)
     template = intake.model.chat_template
     if not (request.messages if isinstance(request, OllamaChatRequest) else request.prompt or request.suffix):
-        return encode(writer.line(done=True, done_reason="unload" if request.unloads else "load"))
+        unloads = request.keep_alive is not None and re.search("[1-9]", str(request.keep_alive)) is None
+        return encode(writer.line(done=True, done_reason="unload" if unloads else "load"))
     if request.think and not (template and intake.chats.format_of(template).has_reasoning):
         raise invalid("think", f'"{writer.model}" does not support thinking; leave think unset')
     if request.top_logprobs and not request.logprobs:

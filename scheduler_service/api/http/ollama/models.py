@@ -26,21 +26,19 @@ REFUSED_CALLS: Mapping[str, tuple[Sequence[str], str]] = {
 _NEVER = datetime.max.replace(tzinfo=UTC)
 
 
-def list_models(names: Sequence[str], intake: Intake, **more: Any) -> bytes:
+def list_models(names: Sequence[str], intake: Intake) -> bytes:
     """Answer a call of `/api/tags` or `/api/ps`. Return the JSON with an entry for each name in `names`. Names without
-    a tag get the tag `latest`. `more` contains further fields of each entry."""
+    a tag get the tag `latest`."""
     path, tagged = intake.model.directory, [name if ":" in name else f"{name}:latest" for name in names]
-    size = sum(each.stat().st_size for each in ([path] if path.is_file() else path.iterdir()))
-    same = {"size": size, "digest": intake.model.digest.hex(), "details": _details(intake)}
-    same |= {"modified_at": _modified_at(intake), **more}
+    same = {
+        "size": sum(each.stat().st_size for each in ([path] if path.is_file() else path.iterdir())),
+        "digest": intake.model.digest.hex(),
+        "details": _details(intake),
+        "modified_at": _modified_at(intake),
+        "expires_at": _NEVER,
+        "context_length": longest_sequence(intake),
+    }
     return encode({"models": [{"name": name, "model": name, **same} for name in tagged]})
-
-
-def list_loaded(names: Sequence[str], intake: Intake) -> bytes:
-    """Answer a call of `/api/ps`. Return the JSON with the names of the served model, or without names if no worker has
-    loaded the model."""
-    loaded = names if intake.engine.availability.is_serving else ()
-    return list_models(loaded, intake, expires_at=_NEVER, context_length=longest_sequence(intake))
 
 
 def show_model(intake: Intake) -> bytes:

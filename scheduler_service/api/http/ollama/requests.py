@@ -1,6 +1,5 @@
 """The request types of Ollama's API. These types alone decide which requests are valid."""
 
-import re
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -70,11 +69,6 @@ class OllamaRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, fro
     def is_streamed(self) -> bool:
         """Whether the answer is a stream of JSON objects. This is the default."""
         return self.stream is not False
-
-    @property
-    def unloads(self) -> bool:
-        """Whether the request asks to unload the model: `keep_alive` is 0, or a duration such as `0s`."""
-        return self.keep_alive is not None and re.search("[1-9]", str(self.keep_alive)) is None
 
 
 class OllamaFunction(Struct, forbid_unknown_fields=True, frozen=True):

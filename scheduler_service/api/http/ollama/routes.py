@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from scheduler_service.api.http.ollama.answers import OllamaChatAnswer, OllamaEmbedAnswer, OllamaGenerateAnswer
-from scheduler_service.api.http.ollama.embeddings import embed_text, embed_texts
+from scheduler_service.api.http.ollama.answers import OllamaChatAnswer, OllamaGenerateAnswer
+from scheduler_service.api.http.ollama.embeddings import embed_texts
 from scheduler_service.api.http.ollama.generation import answer_ollama
 from scheduler_service.api.http.ollama.models import pull_model, show_model
 from scheduler_service.api.http.ollama.requests import (
@@ -26,6 +26,12 @@ async def _generate(
     asked: OllamaChatRequest | OllamaGenerateRequest, call: Call, stream: EventStream, routes: "Routes"
 ) -> bytes | None:
     return await answer_ollama(asked, call, routes.intake, routes.admission.model_name(), stream)
+
+
+async def _embed(
+    asked: OllamaEmbedRequest | OllamaEmbeddingRequest, call: Call, stream: EventStream, routes: "Routes"
+) -> bytes:
+    return await embed_texts(asked, call, routes.intake, routes.admission.model_name())
 
 
 async def _describe(asked: OllamaShowRequest, call: Call, stream: EventStream, routes: "Routes") -> bytes | None:
@@ -53,15 +59,15 @@ OLLAMA_ROUTES = (
     TypedRoute(
         "/api/embed",
         OllamaEmbedRequest,
-        OllamaEmbedAnswer,
-        lambda asked, call, _, routes: embed_texts(asked, call, routes.intake, routes.admission.model_name()),
+        dict[str, Any],
+        _embed,
         "Create embeddings with Ollama's API",
     ),
     TypedRoute(
         "/api/embeddings",
         OllamaEmbeddingRequest,
         dict[str, list[float]],
-        lambda asked, call, _, routes: embed_text(asked, call, routes.intake),
+        _embed,
         "Create the embedding of one text with Ollama's deprecated endpoint",
     ),
     TypedRoute("/api/show", OllamaShowRequest, dict[str, Any], _describe, "Describe the served model"),
