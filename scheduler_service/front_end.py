@@ -146,7 +146,14 @@ def _make_http(
         link.availability.served_model_names,
         accepts_any_model_name=http.any_model_name,
     )
-    routes = Routes(intake, link.forwarder.forward, admission, partial(exposition, collector), is_lenient=http.lenient)
+    routes = Routes(
+        intake,
+        link.forwarder.forward,
+        admission,
+        partial(exposition, collector),
+        num_slots=lambda: link.availability.server_info().max_num_seqs,
+        is_lenient=http.lenient,
+    )
     return HttpServer(http.http_host, http.http_port or 0, service.tls, admission, routes)
 
 

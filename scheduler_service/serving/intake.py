@@ -155,12 +155,16 @@ class Intake:
                 raise unknown(request_id) from None
             await self._abort_elsewhere(tenant, request_id, call)
 
+    def unfinished(self) -> list[ActiveRequest]:
+        """Return the requests that were queued and have not ended."""
+        return [active for active in self._active if not active.has_ended]
+
     def revoke(self, tenants: frozenset[str]) -> None:
         """End all requests of tenants that were removed from the file of tenants. This includes requests from front
         ends and requests without a connected client."""
-        for active in list(self._active):
+        for active in self.unfinished():
             tenant = active.request.tenant
-            if tenant in tenants and not active.has_ended:
+            if tenant in tenants:
                 active.fail(
                     RefusedError(
                         Reason.UNAUTHENTICATED, f"tenant {tenant!r} is no longer in the server's file of tenants"

@@ -31,6 +31,7 @@ DONE = "data: [DONE]"
 _CHANGING = (
     *("created", "created_at", "completed_at", "prompt_tokens_details"),
     *("input_tokens", "input_tokens_details", "cache_read_input_tokens"),
+    *("timings", "tokens_cached"),
     *("total_duration", "load_duration", "prompt_eval_duration", "eval_duration"),
 )
 

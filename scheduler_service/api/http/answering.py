@@ -249,7 +249,7 @@ async def _full_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, nu
     for progress in begun:
         if progress.active.request.output_mode is OutputMode.WHOLE:
             await progress.active.wait_for_end()
-        wholes = await _full_outputs(progress)
+        wholes = await full_outputs(progress)
         if num_best is not None and num_best < len(wholes):
             best = sorted(wholes, key=_mean_logprob, reverse=True)[:num_best]
             wholes = [delta._replace(sample_index=index) for index, delta in enumerate(best)]
@@ -269,7 +269,7 @@ def _encoded_answer(writer: AnswerWriter, choices: list[Any], usage: UsageCounts
     return encode(writer.answer(choices, usage, only, is_whole=True))
 
 
-async def _full_outputs(progress: PromptProgress) -> list[Delta]:
+async def full_outputs(progress: PromptProgress) -> list[Delta]:
     """Wait until all outputs of a prompt are complete. Return one delta for each sample, with all tokens, the whole
     text and all log-probabilities of the sample."""
     parts: list[list[Delta]] = [[] for _ in progress.num_tokens]

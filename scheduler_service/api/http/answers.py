@@ -165,14 +165,19 @@ class Models(Struct, frozen=True):
 
 
 class Tokens(Struct, frozen=True):
+    """The tokens of a text. If the request sets `with_pieces`, each token is an object with its text."""
+
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int | dict[str, Any]]
     token_strs: list[str] | None
 
 
 class DecodedPrompt(Struct, frozen=True):
+    """The text of tokens, with vLLM's name and with llama-server's name."""
+
     prompt: str
+    content: str
 
 
 class RenderedPrompt(Struct, frozen=True):

@@ -40,6 +40,9 @@ _IGNORED_FIELDS = frozenset(
     {
         *("anthropic_beta", "anthropic_version", "api_key", "betas", "cache_prompt", "drop_params", "id_slot"),
         *("num_retries", "slot_id", "snippy", "tool_stream"),
+        # parameters of llama-server's options that are off (see _NEUTRAL), of its cache and of its SSE comments
+        *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent"),
+        *("n_cache_reuse", "n_discard", "sse_ping_interval", "t_max_prompt_ms", "xtc_threshold"),
         # options with which Ollama loads a model, some of them in older versions only
         *("draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta"),
         *("mirostat_tau", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "use_mlock", "use_mmap"),
@@ -50,12 +53,12 @@ _IGNORED_FIELDS = frozenset(
 _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("best_of", "n", "repeat_penalty", "repetition_penalty", "tfs_z", "typical_p"), 1),
     **dict.fromkeys(("dry_multiplier", "dynatemp_range", "frequency_penalty", "min_p", "mirostat", "n_keep"), 0),
-    **dict.fromkeys(("presence_penalty", "xtc_probability"), 0),
+    **dict.fromkeys(("min_keep", "presence_penalty", "xtc_probability"), 0),
     **dict.fromkeys(("do_sample", "incremental_output", "normalized", "parse_tool_calls", "penalize_newline"), True),
     **dict.fromkeys(("enable_search", "late_chunking", "logprobs", "return_progress", "safe_prompt"), False),
     **dict.fromkeys(("timings_per_token", "vl_high_resolution_images"), False),
     **{"embedding_type": "float", "extra_body": {}, "options": {}, "plugins": [], "result_format": "message"},
-    "transforms": [],
+    **{"lora": [], "top_n_sigma": -1, "transforms": []},
 }
 _Request = TypeVar("_Request", bound=Struct)
 

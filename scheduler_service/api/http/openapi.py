@@ -17,7 +17,7 @@ from scheduler_service.api.http.transport.event_stream import EVENTS, Framing
 _REFERENCE = "#/components/schemas/{name}"
 _JSON = "application/json"
 # Path suffixes of routes that never stream their answers, although their request types have the field `stream`.
-_UNSTREAMED = ("/render", "/input_tokens", "/compact")
+_UNSTREAMED = ("/render", "/input_tokens", "/compact", "/apply-template")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ _GOT = {
     "/api/tags": "List the names of the served model, in the format of Ollama's API",
     "/api/ps": "Alias of /api/tags; the list is empty if no worker has loaded the model",
     "/api/version": "Alias of /version",
+    "/props": "Return the model's properties and default settings, as llama-server does",
+    "/slots": "Return the sequences that run, as llama-server does, for operators",
 }
 
 
@@ -160,7 +162,8 @@ def _takes(field: Mapping[str, Any]) -> Iterator[str]:
     elif "enum" in field:
         yield ", ".join(map(repr, filter(None, field["enum"])))
     elif field.get("type") == "array":
-        items = " or ".join(_takes(field.get("items", {})))
+        # A list of fixed length has `prefixItems`, and no other items.
+        items = " or ".join(_takes(field.get("items") or {"anyOf": field.get("prefixItems", [])}))
         if field.get("maxItems") != 0:
             yield f"list of {items}" if " or " not in items else f"list of ({items})"
     elif field.get("type") == "null" or field.get("maxProperties") == 0:

@@ -14,6 +14,7 @@ _TYPES = {
     404: "not_found_error",
     409: "conflict_error",
     429: "rate_limit_error",
+    501: "not_supported_error",  # as in llama-server
     503: "service_unavailable_error",
 }
 _CODES = {Reason.UNAUTHENTICATED: "invalid_api_key", Reason.RESOURCE_EXHAUSTED: "rate_limit_exceeded"}

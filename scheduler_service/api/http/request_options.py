@@ -28,7 +28,8 @@ from scheduler_service.serving.tenants.caller import Call
 
 _SAME = (*SampledRequest.__annotations__, "n", "prompt_logprobs", "beam_width", "length_penalty")
 _NULL = b"null"
-_OF_SGLANG = {"regex": "regex", "grammar": "ebnf"}  # SGLang's field names, by the kind of constraint
+# The field names of SGLang and llama-server, by the kind of constraint.
+_TOP_LEVEL = {"regex": ["regex"], "grammar": ["ebnf", "grammar"], "json": ["json_schema"]}
 _MAX_BAD_WORDS = 1024
 _PARENT = "sampling."  # prefix of field paths; the HTTP requests have these fields at the top level
 _LISTS_OF_TOKENS = "token_ids.ids"
@@ -163,8 +164,7 @@ def output_constraints(request: GenerationRequest) -> Iterator[OutputConstraint]
             yield "response_format", "structural_tag", _text(text, "response_format")
     for kind in ("json", "regex", "choice", "grammar", "structural_tag", "json_object"):
         for field, value in (
-            (f"guided_{kind}", getattr(request, f"guided_{kind}", None)),
-            (_OF_SGLANG.get(kind, ""), getattr(request, _OF_SGLANG.get(kind, ""), None)),
+            *((name, getattr(request, name, None)) for name in (f"guided_{kind}", *_TOP_LEVEL.get(kind, ()))),
             (f"structured_outputs.{kind}", getattr(request.structured_outputs, kind, None)),
         ):
             if isinstance(value, Raw):

@@ -219,6 +219,8 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     guided_grammar: Annotated[str, why("alias of structured_outputs.grammar")] | None = None
     regex: Annotated[str, why("alias of structured_outputs.regex")] | None = None
     ebnf: Annotated[str, why("alias of structured_outputs.grammar")] | None = None
+    grammar: Annotated[str, why("alias of structured_outputs.grammar, as in llama-server")] | None = None
+    json_schema: Raw | UnsetType = UNSET  # as structured_outputs.json
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     bad_words: Annotated[list[str], why("texts that the output must not contain, not even inside words")] | None = None
     use_beam_search: Annotated[bool, why("use n beams, unless beam_width is set")] | None = None
@@ -417,6 +419,10 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    content: Annotated[str, why("a text, as in llama-server")] | None = None
+    add_special: Annotated[bool, why("of content; default: false")] | None = None
+    with_pieces: Annotated[bool, why("return the text of each token")] | None = None
+    parse_special: Annotated[Literal[True], why("special tokens in a text are always recognized")] | None = None
     add_special_tokens: Annotated[bool, why("default: true for a text, false for a conversation")] | None = None
     return_token_strs: bool | None = None
     chat_template: Annotated[str, why("the name of one of the model's chat templates")] | None = None

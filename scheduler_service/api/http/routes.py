@@ -39,6 +39,9 @@ from scheduler_service.api.http.chat_completions import complete_chat, read_chat
 from scheduler_service.api.http.completions import complete_prompts, read_completion
 from scheduler_service.api.http.detached_requests import abort_request, read_detached, submit_detached
 from scheduler_service.api.http.embeddings import embed_inputs
+from scheduler_service.api.http.llama_server.completions import complete_for_llama, infill_for_llama
+from scheduler_service.api.http.llama_server.requests import InfillRequest, LlamaCompletionRequest
+from scheduler_service.api.http.llama_server.server_state import ALIASES, LLAMA_REFUSALS, properties, slots
 from scheduler_service.api.http.messages.answers import MessageAnswer, TokenCount, described_model, model_page
 from scheduler_service.api.http.messages.messages import answer_message, count_tokens
 from scheduler_service.api.http.messages.requests import CountTokensRequest, MessagesRequest
@@ -70,7 +73,7 @@ from scheduler_service.api.http.responses.requests import (
 from scheduler_service.api.http.responses.responses import answer_response, compact_conversation, count_input_tokens
 from scheduler_service.api.http.responses.stored_responses import StoredResponses
 from scheduler_service.api.http.tokenization import described_tokenizer, detokenize, render, tokenize
-from scheduler_service.api.http.transport.event_stream import NAMED_EVENTS, EventStream, while_connected
+from scheduler_service.api.http.transport.event_stream import ENDING_EVENTS, NAMED_EVENTS, EventStream, while_connected
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import Reason, RefusedError, timed_out
 from scheduler_service.serving.tenants.caller import Call
@@ -78,6 +81,7 @@ from scheduler_service.serving.tenants.caller import Call
 _JSON = "application/json"
 _VERSION = encode({"version": __version__})
 _RESPONSE = "/v1/responses/{response_id}"
+_REFUSED = {**REFUSED_CALLS, **LLAMA_REFUSALS}
 
 
 class Routes:
@@ -100,15 +104,17 @@ class Routes:
         admission: CallAdmission,
         read_metrics: Callable[[], bytes],
         *,
+        num_slots: Callable[[], int] = lambda: 0,
         is_lenient: bool,
     ) -> None:
-        """Create the routes of the HTTP API. `read_metrics` returns metrics in Prometheus' text format. If
-        `is_lenient`, unknown fields in the JSON of requests are ignored. Otherwise a request with an unknown field is
-        refused."""
+        """Create the routes of the HTTP API. `read_metrics` returns metrics in Prometheus' text format. `num_slots`
+        returns the maximum number of sequences that run at the same time. If `is_lenient`, unknown fields in the JSON
+        of requests are ignored. Otherwise a request with an unknown field is refused."""
         self.intake = intake
         self.forward = forward
         self.admission = admission
         self._read_metrics = read_metrics
+        self._num_slots = num_slots
         self._begun_at = now()
         self.as_read: Callable[[type[Struct]], Any] = lenient if is_lenient else lambda kind: kind
         routes = [
@@ -118,7 +124,9 @@ class Routes:
             Route("/", _constant(b"Pagewire is running", "text/plain"), methods=["GET"]),
             Route("/api/tags", self._ollama_models, methods=["GET"]),
             Route("/api/ps", self._ollama_models, methods=["GET"]),
-            *(Route(path, _refused(why), methods=methods) for path, (methods, why) in REFUSED_CALLS.items()),
+            Route("/props", self._props, methods=["GET"]),
+            Route("/slots", self._slots, methods=["GET"]),
+            *(Route(path, _refused(why), methods=methods) for path, (methods, why) in _REFUSED.items()),
             Route("/tokenizer_info", self._tokenizer_info, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/v1/models", self._models, methods=["GET"]),
@@ -138,16 +146,17 @@ class Routes:
         path = scope["raw_path"].decode()
         # Some clients join a base URL that ends with a slash and a path that begins with a slash.
         plain = re.sub("/+", "/", path).removesuffix("/")
+        plain = ALIASES.get(plain, plain)
         # With "app" set, the router raises HTTPException; otherwise it would answer in plain text.
         scope = {**scope, "app": self, "path": plain if plain in self._paths else path}
         await self._router(scope, receive, send)
 
     async def _health(self, request: Request) -> Response:
-        """Answer a health check. Return an empty answer with status 200 if the server accepts requests. Otherwise raise
+        """Answer a health check. Return an answer with status 200 if the server accepts requests. Otherwise raise
         RefusedError; the client then gets status 503."""
         availability = self.intake.engine.availability
         if availability.is_serving:
-            return Response(status_code=200)
+            return Response(encode({"status": "ok"}), media_type=_JSON)
         raise RefusedError(Reason.UNAVAILABLE, availability.refusal() or "no worker is available; try again later")
 
     async def _tokenizer_info(self, request: Request) -> Response:
@@ -169,6 +178,17 @@ class Routes:
         self.admission.model_name()  # refuse the call while the names are not known
         is_listed = request.url.path.endswith("/tags") or self.intake.engine.availability.is_serving
         return Response(list_models(self.admission.model_names() if is_listed else (), self.intake), media_type=_JSON)
+
+    async def _props(self, request: Request) -> Response:
+        self.admission.call(request.scope)
+        return Response(encode(properties(self.intake, self._num_slots())), media_type=_JSON)
+
+    async def _slots(self, request: Request) -> Response:
+        self.admission.call(request.scope).caller.check_operator("/slots")
+        found = slots(self.intake, self._num_slots())
+        if request.query_params.get("fail_on_no_slot") and all(slot["is_processing"] for slot in found):
+            raise RefusedError(Reason.UNAVAILABLE, "no slot is available; try again later")
+        return Response(encode(found), media_type=_JSON)
 
     async def _model(self, request: Request) -> Response:
         self.admission.call(request.scope)
@@ -279,6 +299,12 @@ async def _render_chat(request: ChatCompletionRequest, call: Call, stream: Event
     return encode(prompt)
 
 
+async def _apply_template(request: ChatCompletionRequest, call: Call, stream: EventStream, routes: Routes) -> bytes:
+    request = await without_media(request, call, routes.intake, stream)
+    asked, _ = await read_chat(request, call, routes.intake, stream)
+    return encode({"prompt": asked.requests[0].prompt})
+
+
 def _stored(request: ResponsesRequest | NamedResponse, call: Call, routes: Routes) -> StoredResponses:
     return StoredResponses(request.tenant, call, routes.intake, routes.forward)
 
@@ -365,6 +391,33 @@ POSTED = (
         DecodedPrompt,
         lambda asked, call, _, routes: detokenize(asked, call, routes.intake),
         "Convert token ids to text",
+    ),
+    TypedRoute(
+        "/apply-template",
+        ChatCompletionRequest,
+        dict[str, str],
+        _apply_template,
+        "Return the prompt text of a chat completion request, as llama-server does",
+    ),
+    TypedRoute(
+        "/completion",
+        LlamaCompletionRequest,
+        dict[str, Any],
+        lambda asked, call, stream, routes: complete_for_llama(
+            asked, call, routes.intake, routes.admission.model_name(), stream
+        ),
+        "Complete a prompt with llama-server's API",
+        framing=ENDING_EVENTS,
+    ),
+    TypedRoute(
+        "/infill",
+        InfillRequest,
+        dict[str, Any],
+        lambda asked, call, stream, routes: infill_for_llama(
+            asked, call, routes.intake, routes.admission.model_name(), stream
+        ),
+        "Generate the text between a prefix and a suffix with llama-server's API",
+        framing=ENDING_EVENTS,
     ),
     *OLLAMA_ROUTES,
 )

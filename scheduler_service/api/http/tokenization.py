@@ -3,6 +3,7 @@ rendered prompt."""
 
 import asyncio
 from functools import partial
+from typing import Any
 
 from msgspec import Raw
 
@@ -20,28 +21,36 @@ from scheduler_service.serving.tenants.caller import Call
 
 async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> bytes:
     """Answer a call of `/tokenize`. Return the JSON with the tokens of a text or of a conversation. Raises RefusedError
-    unless exactly one of `prompt` and `messages` is set, or if the checkpoint has no tokenizer."""
-    if (request.prompt is None) == (request.messages is None):
-        raise invalid("prompt", "set either prompt or messages")
-    if request.prompt is not None:
-        text, special, field = request.prompt, request.add_special_tokens is not False, "prompt"
-    else:
-        text, special, field = (
-            await render_messages(request, call, intake),
-            request.add_special_tokens is True,
-            "messages",
-        )
+    unless exactly one of `prompt`, `content` and `messages` is set, or if the checkpoint has no tokenizer."""
+    given = [name for name in ("prompt", "content", "messages") if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise invalid("prompt", "set either prompt, content or messages")
+    (field,) = given
+    text = await render_messages(request, call, intake) if field == "messages" else getattr(request, field)
+    special = request.add_special if field == "content" else request.add_special_tokens
     tokenizer = _tokenizer(intake)
     assert intake.texts is not None, "the checkpoint has a tokenizer"
-    write = partial(_written, tokenizer if request.return_token_strs else None, longest_sequence(intake))
     return await intake.texts.encode_then(
-        write, text, call.caller.tenant(""), ANY_NUMBER, field=field, add_special_tokens=special
+        partial(_written, request, tokenizer, longest_sequence(intake)),
+        text,
+        call.caller.tenant(""),
+        ANY_NUMBER,
+        field=field,
+        add_special_tokens=field == "prompt" if special is None else special,
     )
 
 
-def _written(naming: Tokenizer | None, max_model_len: int, token_ids: list[int]) -> bytes:
-    names = None if naming is None else encode_list(map(naming.name_of, token_ids))
-    return encode(Tokens(len(token_ids), max_model_len, encode_list(token_ids), names))
+def _written(request: TokenizeRequest, tokenizer: Tokenizer, max_model_len: int, token_ids: list[int]) -> bytes:
+    tokens = map(partial(_piece, tokenizer), token_ids) if request.with_pieces else token_ids
+    names = encode_list(map(tokenizer.name_of, token_ids)) if request.return_token_strs else None
+    return encode(Tokens(len(token_ids), max_model_len, encode_list(tokens), names))
+
+
+def _piece(tokenizer: Tokenizer, token_id: int) -> dict[str, Any]:
+    """Return a token with its text, or with its bytes if they are not valid UTF-8, as llama-server does."""
+    content = tokenizer.bytes_of(token_id)
+    text = content.decode(errors="ignore")
+    return {"id": token_id, "piece": text if text.encode() == content else [*content]}
 
 
 async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> bytes:
@@ -57,7 +66,8 @@ async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> 
             f"token id {highest} is not below the vocabulary's size, {vocab_size}",
         )
     tenant = call.caller.tenant("")
-    return encode(DecodedPrompt(await intake.texts.decode(request.tokens, tenant, skip_special_tokens=False)))
+    text = await intake.texts.decode(request.tokens, tenant, skip_special_tokens=False)
+    return encode(DecodedPrompt(text, text))
 
 
 def described_tokenizer(intake: Intake) -> bytes:

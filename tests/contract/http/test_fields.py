@@ -40,6 +40,7 @@ COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 OLLAMA_CHAT, GENERATE, EMBED, OLD_EMBED = "/api/chat", "/api/generate", "/api/embed", "/api/embeddings"
 RENDER, RENDER_CHAT = f"{COMPLETIONS}/render", f"{CHAT}/render"
+LLAMA = "/completion"
 TEXT = "once upon a time"
 QUESTION = {"role": "user", "content": "hello"}
 ANSWER = {"role": "assistant", "content": "once "}
@@ -51,6 +52,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     RENDER_CHAT: {"messages": [QUESTION], "seed": 0, "request_id": "same"},
     MESSAGES: {"messages": [QUESTION], "seed": 0, "max_tokens": 4, "request_id": "same"},
     RESPONSES: {"input": "hello", "seed": 0, "max_output_tokens": 4, "request_id": "same", "store": False},
+    LLAMA: {"prompt": TEXT, "seed": 0, "n_predict": 4, "request_id": "same"},
     "/tokenize": {"prompt": TEXT},
     "/detokenize": {"tokens": [70, 71]},
     EMBED: {"input": TEXT, "request_id": "same"},
@@ -191,6 +193,8 @@ GENERATION = QUEUED | {
     "regex": matched("[a-z]+", "REGEX", "[a-z]+"),
     "ebnf": matched('start: "a"', "GRAMMAR", 'start: "a"'),
     "guided_grammar": matched('start: "a"', "GRAMMAR", 'start: "a"'),
+    "grammar": matched('start: "a"', "GRAMMAR", 'start: "a"'),
+    "json_schema": matched({"type": "object"}, "JSON_SCHEMA", '{"type":"object"}'),
     "allowed_token_ids": matched([71, 70], "GRAMMAR", "start: <[70,71]> start"),
     "bad_words": matched(["cat"], "GRAMMAR", 'start: TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(ANY ("cat") ANY)'),
     "use_beam_search": Case(True, num_beams, 2, {"n": 2}),
@@ -385,6 +389,27 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "previous_response_id": read("status", "resp_x", 400),
         "chat_template_kwargs": CHAT_PROMPTS["chat_template_kwargs"],
     },
+    LLAMA: PROMPTS
+    | QUEUED
+    | {name: GENERATION[name] for name in (*SAMPLING, "request_id", "stop", "stream", "grammar", "json_schema")}
+    | {
+        "prompt": PROMPT,
+        "n_predict": read("request.max_tokens", 7),
+        "n_cmpl": read("request.n", 3),
+        "repeat_last_n": read("status", 64, 400, repetition_penalty=1.25),
+        "logit_bias": sampled("logit_bias_values", [[70, 2.5], ["once", False]], (2.5, -100.0)),
+        "samplers": Case(["penalties"], attrgetter("request.sampling.top_k"), 0, {"top_k": 5}),
+        "n_probs": sampled("num_logprobs", 3),
+        "post_sampling_probs": answered(
+            lambda answer: "prob" in answer["completion_probabilities"][0], True, True, n_probs=1, temperature=0
+        ),
+        "return_tokens": answered(lambda answer: len(answer["tokens"]), True, 4),
+        "timings_per_token": answered(lambda answer: answer.count('"timings":{') > 1, True, True, stream=True),
+        "response_fields": answered(lambda answer: answer, ["stop", "timings/none"], {"stop": True}),
+        "n_keep": Harmless(-1),
+        "n_indent": Harmless(4),
+        "t_max_predict_ms": Harmless(1000),
+    },
     RENDER: PROMPTS
     | {"prompt": PROMPT, "suffix": SUFFIX}
     | {"request_id": answered(lambda answer: answer[0]["request_id"], "mine", "mine")}
@@ -403,6 +428,10 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "prompt": PROMPT,
         "add_special_tokens": PROMPTS["add_special_tokens"],
         "return_token_strs": answered(lambda answer: (answer["token_strs"] or ("",))[0], True, "<end>"),
+        "content": prompted("hello", "hello", prompt=None),
+        "add_special": answered(lambda answer: answer["tokens"][0], True, 0, prompt=None, content=TEXT),
+        "with_pieces": answered(lambda answer: type(answer["tokens"][0]), True, dict, prompt=None, content=TEXT),
+        "parse_special": Harmless(True, False),
     },
     "/detokenize": {
         "model": PROMPTS["model"],
@@ -423,7 +452,14 @@ for shown, computed in ((RENDER, COMPLETIONS), (RENDER_CHAT, CHAT)):
 ROWS = [
     (route.path, row)
     for route in POSTED
-    if route.path not in (f"{MESSAGES}/count_tokens", f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact")
+    if route.path
+    not in (
+        f"{MESSAGES}/count_tokens",
+        f"{RESPONSES}/input_tokens",
+        f"{RESPONSES}/compact",
+        "/apply-template",
+        "/infill",
+    )
     for row in field_rows(route.request)
 ]
 OPENAI = {COMPLETIONS, CHAT, EMBEDDINGS}
@@ -462,7 +498,8 @@ class ApiServer:
 
 def _tokens(answer: Any) -> list[int]:
     first = answer[0] if isinstance(answer, list) else answer
-    return (first.get("token_ids") or first.get("tokens") or []) if isinstance(first, dict) else []
+    found = (first.get("token_ids") or first.get("tokens") or []) if isinstance(first, dict) else []
+    return [each["id"] if isinstance(each, dict) else each for each in found]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

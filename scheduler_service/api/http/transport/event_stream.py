@@ -42,6 +42,8 @@ class Framing:
 
 # Server-sent events (SSE) without names. The stream ends with the event `[DONE]`, as in OpenAI's API.
 EVENTS = Framing(_SSE, lambda data, _: b"data: %b\n\n" % data, b"data: [DONE]\n\n", _COMMENT)
+# Server-sent events without names. The last event marks the end.
+ENDING_EVENTS = Framing(_SSE, EVENTS.write, b"", _COMMENT)
 # Server-sent events with names. The last event marks the end.
 NAMED_EVENTS = Framing(_SSE, lambda data, name: b"event: %b\ndata: %b\n\n" % (name.encode(), data), b"", _COMMENT)
 # One JSON object per line.

@@ -1,0 +1,303 @@
+"""The endpoints `/completion` and `/infill` of llama-server. A request is converted into a request of
+`/v1/completions`, so both give the same text."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+from msgspec import UNSET, Raw, structs
+
+from pagewire.common.wire.messages import SamplingParams
+from scheduler_service.api.http.answering import PromptProgress, all_of, begin_requests, deltas_of, full_outputs
+from scheduler_service.api.http.answers import encode
+from scheduler_service.api.http.completions import read_completion
+from scheduler_service.api.http.infill import infill_ends, infill_prompt
+from scheduler_service.api.http.llama_server.requests import InfillRequest, LlamaCompletionRequest, LlamaPrompt
+from scheduler_service.api.http.request_options import RequestNames
+from scheduler_service.api.http.requests import CompletionRequest, SampledRequest
+from scheduler_service.api.http.token_texts import TokenTexts
+from scheduler_service.api.http.transport.event_stream import EventStream
+from scheduler_service.core.request import EndReason
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.output import Delta
+from scheduler_service.serving.prompt_text import ANY_NUMBER
+from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.tenants.caller import Call
+
+_MAX_PARTS = 1024  # of all mixed prompts and the logit biases of a call together
+_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+_NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_STOP_TYPES = {EndReason.STOP: "eos", EndReason.LENGTH: "limit", EndReason.ABORT: "none"}
+# The field names of llama-server, by the names of the fields of `/v1/completions`.
+_NAMES = RequestNames(
+    "prompt", max_tokens="n_predict", n="n_cmpl", logprobs="n_probs", echo="prompt", return_token_ids="return_tokens"
+)
+_Parts = list[str | list[int]]
+
+
+class LlamaWriter:
+    """The writer of the answers of `/completion`. It converts generated output into llama-server's format. The field
+    `id_slot` is always -1, because requests have no slots."""
+
+    def __init__(
+        self, request: LlamaCompletionRequest, prompts: Sequence[str], model_name: str, intake: Intake
+    ) -> None:
+        """Create the writer for the answer to one call. `prompts` are the texts of the prompts, with their special
+        tokens."""
+        self._request = request
+        self._prompts = prompts
+        self._model_name = model_name
+        self._tokens = TokenTexts(intake.tokenizer)
+        # If n_predict is 0, one token is computed but not shown, because a prompt cannot be computed alone.
+        self._limit = -1 if request.n_predict is None else request.n_predict
+        self._with_newline: set[int] = set()  # the outputs that contain a newline, by index
+
+    def events(self, progress: PromptProgress, delta: Delta) -> list[bytes]:
+        """Convert a delta (a piece of new output) into the events of a streamed answer, and return their JSON. The last
+        event of an output describes the whole output, and has no text of its own."""
+        events = []
+        if (delta.token_ids or delta.text) and self._limit:
+            part = self._part(progress, delta) | {"stop": False, "tokens": [*delta.token_ids]}
+            timings = {"timings": _timings(progress, part)} if self._request.timings_per_token else {}
+            events.append(encode(part | timings))
+        if delta.end is not None:
+            events.append(self.whole(progress, delta._replace(text="", token_ids=(), logprobs=())))
+        return events
+
+    def whole(self, progress: PromptProgress, delta: Delta) -> bytes:
+        """Write the JSON object that describes a complete output. The text, tokens and log-probabilities are those of
+        `delta`. If the request selects fields, the object has only these fields."""
+        request, queued, part = self._request, progress.active.request, self._part(progress, delta)
+        reason = EndReason.LENGTH if self._limit == 0 or delta.end is None else delta.end.reason
+        flags = ("ignore_eos", "stream", "timings_per_token", "post_sampling_probs")
+        answer = part | {
+            "tokens": [*delta.token_ids] if request.return_tokens and self._limit else [],
+            "model": self._model_name,
+            "generation_settings": settings_of(
+                queued.sampling,
+                **{name: bool(getattr(request, name)) for name in flags},
+                seed=queued.seed,
+                n_predict=self._limit,
+                max_tokens=queued.max_tokens,
+                stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
+                grammar="" if queued.grammar is None else queued.grammar.text,
+            ),
+            "prompt": self._prompts[progress.index],
+            "has_new_line": part["index"] in self._with_newline,
+            "truncated": reason is EndReason.LENGTH and part["tokens_predicted"] != self._limit,
+            "stop_type": "word" if delta.stop_text is not None else _STOP_TYPES[reason],
+            "stopping_word": delta.stop_text or "",
+            "tokens_cached": progress.num_cached_tokens,
+            "timings": _timings(progress, part),
+        }
+        return encode(_selected(answer, request.response_fields) if request.response_fields else answer)
+
+    def _part(self, progress: PromptProgress, delta: Delta) -> dict[str, Any]:
+        """Return the fields that events and whole answers share."""
+        index = progress.index * progress.active.request.n + delta.sample_index
+        if "\n" in delta.text:
+            self._with_newline.add(index)
+        num_tokens = progress.num_tokens[delta.sample_index]
+        part = {
+            "index": index,
+            "content": delta.text if self._limit else "",
+            "stop": True,
+            "id_slot": -1,
+            "tokens_predicted": num_tokens if self._limit < 0 else min(num_tokens, self._limit),
+            "tokens_evaluated": len(progress.prompt_token_ids),
+        }
+        if delta.logprobs and self._limit:
+            top = "top_probs" if self._request.post_sampling_probs else "top_logprobs"
+            part["completion_probabilities"] = [
+                self._token(entry.token_id, entry.logprob, entry.token_id)
+                | {top: [self._token(*each, entry.token_id) for each in entry.top]}
+                for entry in delta.logprobs
+            ]
+        return part
+
+    def _token(self, token_id: int, logprob: float, chosen: int) -> dict[str, Any]:
+        """Return a token with its log-probability, or with its probability after sampling at temperature 0: 1 for the
+        chosen token, and 0 for every other token."""
+        is_after, content = self._request.post_sampling_probs, self._tokens.bytes_of(token_id)
+        value = {"prob": float(token_id == chosen)} if is_after else {"logprob": max(logprob, -9999.0)}
+        return {"id": token_id, "token": content.decode(errors="ignore"), "bytes": [*content], **value}
+
+
+def _timings(progress: PromptProgress, part: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of computed tokens, and the times that they took as measured in this front end."""
+    num_prompt, num_predicted = len(progress.prompt_token_ids) - progress.num_cached_tokens, part["tokens_predicted"]
+    prompt_ms = 1e-6 * (progress.first_output_at - progress.queued_at + 1)
+    predicted_ms = 1e-6 * (time.monotonic_ns() - progress.first_output_at + 1)
+    return {
+        "cache_n": progress.num_cached_tokens,
+        "prompt_n": num_prompt,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / max(1, num_prompt),
+        "prompt_per_second": 1e3 * num_prompt / prompt_ms,
+        "predicted_n": num_predicted,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / max(1, num_predicted),
+        "predicted_per_second": 1e3 * num_predicted / predicted_ms,
+    }
+
+
+def _selected(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of an answer that the request selects. A slash in a name selects a field of a nested object.
+    Names that do not exist are ignored, as in llama-server."""
+
+    def inner(value: Any, name: str) -> Any:
+        return value.get(name, UNSET) if isinstance(value, dict) else UNSET
+
+    found = {field: reduce(inner, field.split("/"), answer) for field in fields}
+    return {field: value for field, value in found.items() if value is not UNSET}
+
+
+def settings_of(sampling: SamplingParams, **others: Any) -> dict[str, Any]:
+    """Return sampling parameters as the object `generation_settings` of llama-server's answers. It includes settings
+    that are always off here. `others` are further settings, by their names in that object."""
+    biases = zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)
+    return {
+        **{name: getattr(sampling, name) for name in (*_OFF, "presence_penalty", "frequency_penalty")},
+        "repeat_penalty": sampling.repetition_penalty,
+        "repeat_last_n": -1,
+        "n_probs": sampling.num_logprobs or 0,
+        "logit_bias": [{"token": token_id, "bias": bias} for token_id, bias in biases],
+        "samplers": ["penalties", *_OFF],
+        **dict.fromkeys(("dynatemp_range", "xtc_probability", "dry_multiplier"), 0.0),
+        **dict.fromkeys(("mirostat", "n_keep", "n_discard", "min_keep"), 0),
+        **{"typical_p": 1.0, "top_n_sigma": -1.0, "lora": []},
+        **others,
+    }
+
+
+async def complete_for_llama(
+    request: LlamaCompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
+) -> bytes | None:
+    """Answer a call of `/completion`. Return the JSON of the answer, which is a list if there are several outputs, or
+    None if the answer was sent as a stream of events. An output length that does not fit is reduced, as in
+    llama-server. Raises RefusedError if the request is invalid or refused."""
+    texts, tenant = intake.texts, call.caller.tenant(request.tenant or "")
+    with _NAMES.translate_refusals():
+        asked = await read_completion(await _completion_of(request, call, intake), call, intake)
+        requests = [replace(each, max_tokens=None, default_max_tokens=each.max_tokens) for each in asked.requests]
+        asked = asked._replace(requests=requests, echoes=True, shows_tokens=bool(request.return_tokens))
+        async with begin_requests(asked, call, intake, is_streamed=bool(request.stream), is_timed=True) as begun:
+            prompts = [
+                await texts.decode(each.prompt_token_ids, tenant, skip_special_tokens=False) if texts else ""
+                for each in begun
+            ]
+            writer = LlamaWriter(request, prompts, model_name, intake)
+            written = await all_of(_written(each, writer, stream if request.stream else None) for each in begun)
+            if request.stream:
+                await stream.end()
+                return None
+            answers = [Raw(answer) for several in written for answer in several]
+            return encode(answers if len(answers) > 1 else answers[0])
+
+
+async def infill_for_llama(
+    request: InfillRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
+) -> bytes | None:
+    """Answer a call of `/infill`, as `complete_for_llama` does. The prompt consists of the other files, the text around
+    the gap, and the tokens with which the model infills. Raises RefusedError if the model cannot infill."""
+    token_ids = await infill_prompt(
+        request.input_prefix + request.prompt,
+        request.input_suffix,
+        call,
+        intake,
+        field="input_suffix",
+        extra=[(file.filename, file.text) for file in request.input_extra or ()],
+        tenant=request.tenant or "",
+        add_special_tokens=request.add_special_tokens is not False,
+    )
+    stop_token_ids = [*(request.stop_token_ids or ()), *(() if request.ignore_eos else infill_ends(intake))]
+    completed = structs.replace(request, prompt=[*token_ids], stop_token_ids=stop_token_ids)
+    return await complete_for_llama(completed, call, intake, model_name, stream)
+
+
+async def _written(progress: PromptProgress, writer: LlamaWriter, stream: EventStream | None) -> list[bytes]:
+    """Send the output of one prompt to `stream`. Without `stream`, return the JSON of each output at its end."""
+    if stream is None:
+        outputs = await full_outputs(progress)
+        return [await progress.write(progress.num_values(each), writer.whole, progress, each) for each in outputs]
+    async for delta in deltas_of(progress):
+        for event in await progress.write(progress.num_values(delta), writer.events, progress, delta):
+            await stream.send_event(event)
+    return []
+
+
+async def _completion_of(request: LlamaCompletionRequest, call: Call, intake: Intake) -> CompletionRequest:
+    """Convert a request of `/completion` into the equivalent request of `/v1/completions`. Raises RefusedError if a
+    field is invalid, or if the tenant has too many texts that wait to be tokenized."""
+    tenant = call.caller.tenant(request.tenant or "")
+    prompts = await intake.turns.run_in_turn(tenant, call.size, _prompts_of, request.prompt)
+    num_parts = sum(len(parts) for parts in prompts if len(parts) > 1) + len(request.logit_bias or ())
+    if num_parts > _MAX_PARTS:
+        told = f"prompt and logit_bias have {num_parts} parts, at most {_MAX_PARTS} are allowed; send fewer"
+        raise invalid("logit_bias" if request.logit_bias else "prompt", told)
+    options = {name: getattr(request, name) for name in SampledRequest.__struct_fields__}
+    is_active = any(options[name] not in (None, neutral) for name, neutral in _NO_PENALTIES.items())
+    if is_active and request.repeat_last_n not in (None, -1):
+        told = f"repeat_last_n is {request.repeat_last_n}, but penalties apply to all tokens; send -1, or no penalties"
+        raise invalid("repeat_last_n", told)
+    if request.samplers is not None:
+        options |= {name: off for name, off in _OFF.items() if name not in request.samplers}
+    if request.post_sampling_probs and request.n_probs and options["temperature"] != 0:
+        raise invalid("post_sampling_probs", "post_sampling_probs requires temperature 0; send that, or leave it unset")
+    is_random = request.seed in (-1, 2**32 - 1)
+    options |= {"seed": None if is_random else request.seed, "logit_bias": await _biases(request, tenant, intake)}
+    return CompletionRequest(
+        **options,
+        prompt=[await _joined(parts, tenant, intake) for parts in prompts],
+        max_tokens=request.n_predict if request.n_predict else -1 if request.n_predict is None else 1,
+        n=request.n_cmpl,
+        logprobs=request.n_probs or None,
+        grammar=request.grammar or None,
+        json_schema=request.json_schema,
+    )
+
+
+def _prompts_of(given: LlamaPrompt) -> list[_Parts]:
+    """Split the prompts of a request into their parts, which are texts and lists of consecutive token ids."""
+    prompts: list[Any] = [given] if isinstance(given, str) or any(isinstance(each, int) for each in given) else given
+    return [
+        [
+            part
+            for kind, run in itertools.groupby([prompt] if isinstance(prompt, str) else prompt, type)
+            for part in ([[*run]] if kind is int else run)
+        ]
+        for prompt in prompts
+    ]
+
+
+async def _joined(parts: _Parts, tenant: str, intake: Intake) -> Any:
+    """Return a prompt as a text or as token ids. If it mixes both, its texts are tokenized. Only a text at the
+    beginning of such a prompt gets the special tokens of a prompt."""
+    if len(parts) == 1:
+        return parts[0]
+    encoded = [
+        await _encode(part, "prompt", tenant, intake, adds_special=place == 0) if isinstance(part, str) else part
+        for place, part in enumerate(parts)
+    ]
+    return [*itertools.chain.from_iterable(encoded)]
+
+
+async def _biases(request: LlamaCompletionRequest, tenant: str, intake: Intake) -> dict[int, float] | None:
+    """Return the logit biases of a request by token id, or None if it has none. The bias of a text applies to each of
+    its tokens. The biases of one token are added up, within the limits of a bias."""
+    given, biases = request.logit_bias or {}, dict[int, float]()
+    for key, value in given.items() if isinstance(given, dict) else given:
+        is_id = isinstance(key, int) or (isinstance(given, dict) and key.isdecimal())
+        for token_id in [int(key)] if is_id else await _encode(str(key), "logit_bias", tenant, intake):
+            total = biases.get(token_id, 0.0) + (-100.0 if value is False else value)
+            biases[token_id] = max(-100.0, min(100.0, total))
+    return biases or None
+
+
+async def _encode(text: str, field: str, tenant: str, intake: Intake, *, adds_special: bool = False) -> list[int]:
+    if intake.texts is None:
+        raise invalid(field, f"the served checkpoint has no tokenizer; send token ids in {field}")
+    return await intake.texts.encode(text, tenant, ANY_NUMBER, field=field, add_special_tokens=adds_special)

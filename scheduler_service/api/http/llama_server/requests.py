@@ -1,0 +1,88 @@
+"""The request types of llama-server's own API (llama.cpp). These types alone decide which requests are valid.
+
+Options that llama-server turns off by default, such as `mirostat` and `dry_multiplier`, are accepted with the value
+that turns them off (see `body.py`), and are refused with any other value.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from pagewire.common.wire.sampling_rules import LOGIT_BIAS, RANGES, UINT32
+from scheduler_service.api.http.requests import INT64, SampledRequest, TokenId, why, within
+
+_Bias = Annotated[float, within(LOGIT_BIAS)] | Literal[False]
+# A text, token ids, or both in a list. A list without token ids at the top contains several prompts.
+LlamaPrompt = str | Annotated[list[str | TokenId | list[str | TokenId]], Meta(min_length=1)]
+# Pairs of a token id or a text and its bias. In an object, texts of digits are token ids.
+LlamaBiases = list[tuple[TokenId | str, _Bias]] | dict[str, _Bias]
+# Other names of fields: a name of llama-server's own, and names of OpenAI's API, which llama-server accepts too.
+_ALIASES: Mapping[str, str] = {
+    "repeat_penalty": "repetition_penalty",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "n_predict"),
+    **{"n": "n_cmpl", "logprobs": "n_probs"},
+}
+
+
+class LlamaCompletionRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """A request of llama-server's `/completion`. Options that it does not set have the model's defaults, as in
+    `/v1/completions`, not those of llama.cpp. `repeat_penalty` is an alias of `repetition_penalty`."""
+
+    prompt: Annotated[LlamaPrompt, why("several prompts: the answer is a list")]
+    n_predict: (
+        Annotated[int, Meta(ge=-1, le=UINT32.high), why("default and -1: up to the maximum sequence length")] | None
+    ) = None
+    n_cmpl: Annotated[int, within(RANGES["n"])] | None = None
+    seed: Annotated[int, within(INT64), why("default, -1 and 4294967295: random")] | None = None
+    repeat_last_n: (
+        Annotated[int, Meta(ge=-1), why("-1: penalties apply to all tokens; other numbers: only without penalties")]
+        | None
+    ) = None
+    # llama-server has other forms than OpenAI.
+    logit_bias: (  # type: ignore[assignment]
+        Annotated[LlamaBiases, why("of token ids, or of all tokens of a text; false: -100")] | None
+    ) = None
+    samplers: (
+        Annotated[
+            list[str],
+            why(
+                "temperature, top_k, top_p and min_p are off if they are not in the list; other samplers and the order "
+                "have no effect"
+            ),
+        ]
+        | None
+    ) = None
+    grammar: Annotated[str, why("a grammar in GBNF or Lark syntax")] | None = None
+    json_schema: Raw | UnsetType = UNSET
+    n_probs: Annotated[int, Meta(ge=0, le=int(RANGES["logprobs"].high))] | None = None
+    post_sampling_probs: Annotated[bool, why("requires temperature 0")] | None = None
+    stream: bool | None = None
+    return_tokens: bool | None = None
+    timings_per_token: bool | None = None
+    response_fields: Annotated[list[str], why("the fields of the answer, such as generation_settings/seed")] | None = (
+        None
+    )
+    n_keep: Annotated[int, why("no effect: a prompt that is too long is refused")] | None = None
+    n_indent: Annotated[int, why("no effect: use stop texts")] | None = None
+    t_max_predict_ms: Annotated[int, why("no effect: limit the output with n_predict")] | None = None
+
+    @staticmethod
+    def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
+        """Rename aliases of fields, such as `max_tokens` for `n_predict`, and return the request."""
+        aliased = {name: given[alias] for alias, name in _ALIASES.items() if alias in given}
+        return aliased | {name: value for name, value in given.items() if name not in _ALIASES}
+
+
+class OtherFile(Struct, forbid_unknown_fields=True, frozen=True):
+    filename: str
+    text: str
+
+
+class InfillRequest(LlamaCompletionRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """A request of llama-server's `/infill`, for the text between a prefix and a suffix."""
+
+    input_prefix: str
+    input_suffix: str
+    prompt: Annotated[str, why("follows input_prefix")] = ""
+    input_extra: Annotated[list[OtherFile], why("other files, in front of the prefix")] | None = None
