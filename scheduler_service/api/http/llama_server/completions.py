@@ -79,7 +79,7 @@ class LlamaWriter:
             "generation_settings": settings_of(
                 queued.sampling,
                 **{name: bool(getattr(request, name)) for name in flags},
-                seed=queued.seed,
+                seed=(queued.seed + 2**63) % 2**64 - 2**63,  # as requests accept it
                 n_predict=self._limit,
                 max_tokens=queued.max_tokens,
                 stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
