@@ -31,7 +31,7 @@ def list_models(names: Sequence[str], intake: Intake) -> bytes:
     a tag get the tag `latest`."""
     path, tagged = intake.model.directory, [name if ":" in name else f"{name}:latest" for name in names]
     same = {
-        "size": sum(each.stat().st_size for each in ([path] if path.is_file() else path.iterdir())),
+        "size": sum(each.stat().st_size for each in (path, *path.glob("*")) if each.is_file()),
         "digest": intake.model.digest.hex(),
         "details": _details(intake),
         "modified_at": _modified_at(intake),
