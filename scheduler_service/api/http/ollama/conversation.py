@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Raw
 
 from scheduler_service.api.http.ollama.requests import (
+    SAMPLING_OPTIONS,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaMessage,
@@ -26,15 +27,12 @@ from scheduler_service.api.http.requests import (
 )
 from scheduler_service.serving.refusal import invalid
 
-# Options that have the same meaning in the requests of OpenAI's API.
-_SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")
 # The field names of a request, by the names of the fields of OpenAI's API that they become.
 NAMES = RequestNames(
     "prompt",
-    **{name: f"options.{name}" for name in (*_SAME, "seed")},
+    **{name: f"options.{name}" for name in SAMPLING_OPTIONS},
     max_tokens="options.num_predict",
     max_completion_tokens="options.num_predict",
-    repetition_penalty="options.repeat_penalty",
     continue_final_message="messages",
     response_format="format",
 )
@@ -93,8 +91,10 @@ def _options(request: OllamaRequest) -> dict[str, Any]:
     """Return the fields of a completion request that all requests for text have, except the limit on the output."""
     options = request.options or OllamaOptions()
     found: dict[str, Any] = {name: getattr(request, name) for name in QueuedRequest.__struct_fields__}
-    found |= {name: getattr(options, name) for name in _SAME}
-    found |= {"repetition_penalty": options.repeat_penalty, "seed": None if options.seed == -1 else options.seed}
+    found |= {name: getattr(options, name) for name in SAMPLING_OPTIONS}
+    found["seed"] = None if options.seed == -1 else options.seed
+    if options.repeat_penalty is not None:
+        found["repetition_penalty"] = options.repeat_penalty
     found |= {"stream": request.is_streamed, "stream_options": StreamOptions(True) if request.is_streamed else None}
     if isinstance(request.format, dict):
         found["response_format"] = JsonSchemaFormat(NamedSchema(Raw(msgspec.json.encode(request.format))))

@@ -27,8 +27,8 @@ from scheduler_service.serving.output import Delta
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
-_Request = OllamaChatRequest | OllamaGenerateRequest
-_Answer = OllamaChatAnswer | OllamaGenerateAnswer
+_Asked = OllamaChatRequest | OllamaGenerateRequest
+_Line = OllamaChatAnswer | OllamaGenerateAnswer
 _NOTHING = MessageParts("")
 _PLAIN_TEXT: ParserMaker = partial(ChatFormat(None, None).parser, "", {})
 
@@ -40,7 +40,7 @@ class OllamaWriter:
     output_details = UNSET
     num_hidden_tokens = 0
 
-    def __init__(self, request: _Request, model_name: str, intake: Intake) -> None:
+    def __init__(self, request: _Asked, model_name: str, intake: Intake) -> None:
         """Create the writer for the answer to one request. `model_name` is the name in the answer if the request names
         no model."""
         self.model = request.model or model_name
@@ -52,7 +52,7 @@ class OllamaWriter:
         self._whole = self.line()
         self._ending: tuple[PromptProgress, str | None] | None = None
 
-    def line(self, told: MessageParts = _NOTHING, calls: Sequence[dict[str, Any]] = (), **fields: Any) -> _Answer:
+    def line(self, told: MessageParts = _NOTHING, calls: Sequence[dict[str, Any]] = (), **fields: Any) -> _Line:
         """Return an object of the answer with the content and reasoning in `told`, the given tool calls, and further
         fields."""
         fields |= {"model": self.model, "created_at": datetime.now(UTC)}
@@ -65,7 +65,7 @@ class OllamaWriter:
     def first_choices(self, progress: PromptProgress) -> list[Any]:
         return []
 
-    def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> _Answer | None:
+    def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> _Line | None:
         told = self.reader.read(delta.text, is_last=delta.end is not None)
         for call in told.tool_calls:
             if call.id is not UNSET:
@@ -88,9 +88,9 @@ class OllamaWriter:
         progress: PromptProgress | None,
         *,
         is_whole: bool,
-    ) -> _Answer:
+    ) -> _Line:
         if not isinstance(usage, UsageCounts):  # in a stream, only the last event reports the usage
-            line: _Answer = choices[0]
+            line: _Line = choices[0]
             return line
         assert self._ending is not None, "the output has ended"
         (progress, reason), ended_at = self._ending, time.monotonic_ns()
@@ -108,7 +108,7 @@ class OllamaWriter:
 
 
 async def answer_ollama(
-    request: _Request, call: Call, intake: Intake, model_name: str, stream: EventStream
+    request: _Asked, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
     """Answer a call of `/api/chat` or `/api/generate`. Return the JSON of the answer, or None if the answer was sent as
     a stream. A request without messages, prompt and suffix is answered at once: such requests load or unload a model of

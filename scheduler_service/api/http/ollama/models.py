@@ -8,8 +8,9 @@ from typing import Any
 from pagewire.common.wire.sampling_rules import CHECKPOINTS_OPTIONS
 from scheduler_service.api.http.answering import longest_sequence
 from scheduler_service.api.http.answers import encode
+from scheduler_service.api.http.call_admission import CallAdmission
 from scheduler_service.api.http.infill import has_infill
-from scheduler_service.api.http.ollama.requests import OllamaPullRequest
+from scheduler_service.api.http.ollama.requests import OllamaPullRequest, OllamaShowRequest
 from scheduler_service.api.http.transport.event_stream import EventStream
 from scheduler_service.serving.checkpoint.sampling_defaults import API_DEFAULTS
 from scheduler_service.serving.intake import Intake
@@ -41,8 +42,10 @@ def list_models(names: Sequence[str], intake: Intake) -> bytes:
     return encode({"models": [{"name": name, "model": name, **same} for name in tagged]})
 
 
-def show_model(intake: Intake) -> bytes:
-    """Answer a call of `/api/show`. Return the JSON with the properties of the served model."""
+async def show_model(request: OllamaShowRequest, admission: CallAdmission, intake: Intake) -> bytes:
+    """Answer a call of `/api/show`. Return the JSON with the properties of the served model. Raises RefusedError if the
+    request names another model."""
+    admission.check_model(request.name)
     model, capabilities, family = intake.model, ["completion"], intake.model.model_type or "general"
     sizes = {"context_length": longest_sequence(intake), "embedding_length": model.hidden_size}
     sizes["vocab_size"] = model.vocab_size
@@ -65,9 +68,11 @@ def show_model(intake: Intake) -> bytes:
     return encode(shown | {"model_info": {name: value for name, value in info.items() if value}})
 
 
-async def pull_model(request: OllamaPullRequest, stream: EventStream) -> bytes | None:
+async def pull_model(request: OllamaPullRequest, admission: CallAdmission, stream: EventStream) -> bytes | None:
     """Answer a call of `/api/pull` for the served model: report success, because the model is loaded. Return the JSON
-    of the answer, or None if the answer was sent as a stream."""
+    of the answer, or None if the answer was sent as a stream. Raises RefusedError if the request names another
+    model."""
+    admission.check_model(request.name)
     answer = encode({"status": "success"})
     if request.stream is False:
         return answer

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, defstruct, structs
 
 from pagewire.common.wire.sampling_rules import RANGES, UINT32
 from scheduler_service.api.http.requests import (
@@ -10,35 +10,39 @@ from scheduler_service.api.http.requests import (
     INT64,
     Empty,
     QueuedRequest,
+    SampledRequest,
     Texts,
     ToolField,
-    TopK,
-    TopP,
     why,
     within,
 )
 
 _INERT = Meta(description=INERT)
+# The sampling options of all APIs, which have the same names in Ollama's API.
+SAMPLING_OPTIONS = tuple(SampledRequest.__annotations__)
 _NO_IMAGES = why("the model reads text only")
 KeepAlive = Annotated[float | str, why("no effect: the model stays loaded")]
 
 
-class OllamaOptions(Struct, forbid_unknown_fields=True, frozen=True):
+_SamplingOptions = defstruct(
+    "SamplingOptions",
+    [(each.name, each.type, None) for each in structs.fields(SampledRequest) if each.name in SAMPLING_OPTIONS],
+    forbid_unknown_fields=True,
+    frozen=True,
+)
+
+
+class OllamaOptions(_SamplingOptions, forbid_unknown_fields=True, frozen=True):  # type: ignore[valid-type, misc]
     """The sampling options of a request. Options that are unset have the model's own defaults, not Ollama's. The
     options that Ollama needs to load a model, such as `num_ctx`, have no effect."""
 
     num_predict: (
         Annotated[int, Meta(ge=-2, le=UINT32.high), why("default, -1 and -2: up to the maximum sequence length")] | None
     ) = None
-    temperature: Annotated[float, within(RANGES["temperature"])] | None = None
-    top_k: TopK | None = None
-    top_p: TopP | None = None
-    min_p: Annotated[float, within(RANGES["min_p"])] | None = None
     seed: Annotated[int, within(INT64), why("-1: random")] | None = None
-    stop: Annotated[Texts, why("an empty text has no effect")] | None = None
-    repeat_penalty: Annotated[float, within(RANGES["repetition_penalty"])] | None = None
-    presence_penalty: Annotated[float, within(RANGES["presence_penalty"])] | None = None
-    frequency_penalty: Annotated[float, within(RANGES["frequency_penalty"])] | None = None
+    repeat_penalty: (
+        Annotated[float, within(RANGES["repetition_penalty"]), why("alias of repetition_penalty")] | None
+    ) = None
     repeat_last_n: (
         Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1: penalties apply to all tokens; 0: no penalties")] | None
     ) = None
