@@ -57,6 +57,7 @@ _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("do_sample", "incremental_output", "normalized", "parse_tool_calls", "penalize_newline"), True),
     **dict.fromkeys(("enable_search", "late_chunking", "logprobs", "return_progress", "safe_prompt"), False),
     **dict.fromkeys(("timings_per_token", "vl_high_resolution_images"), False),
+    **dict.fromkeys(("password", "system", "template", "username"), ""),
     **{"embedding_type": "float", "extra_body": {}, "options": {}, "plugins": [], "result_format": "message"},
     **{"lora": [], "top_n_sigma": -1, "transforms": []},
 }

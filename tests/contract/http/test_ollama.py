@@ -33,7 +33,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Tells.", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
 ]
-NUM_REQUESTS = 4
+NUM_REQUESTS = 3
 WORDS = ("once", "upon", "a", "time", "é", "😀", "\n", "hello")
 TIMES = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
 
@@ -312,7 +312,7 @@ THINKING = {"messages": [QUESTION], "think": True}
     ids=str,
 )
 async def test_what_is_refused(server: HttpServer, path: str, asked: dict[str, Any], told: str) -> None:
-    for stream in (None, False, True):
+    for stream in (None, False):
         response = await server.post(path, **PLAIN[path] | asked, stream=stream)
         assert (response.status_code, response.headers["content-type"]) == (400, "application/json"), response.text
         answer = response.json()

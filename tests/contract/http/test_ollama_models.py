@@ -142,6 +142,24 @@ CLIENT_CALLS: list[tuple[str, str, dict[str, Any], int]] = [
     ("DELETE", "/api/delete", {"model": "chatty"}, 501),
     ("POST", "/api/copy", {"source": "chatty", "destination": "mine"}, 501),
     ("POST", "/api/show", {"model": "chatty"}, 200),
+    # The command-line client also sends fields that are empty.
+    (
+        "POST",
+        "/api/show",
+        {"model": "chatty", "system": "", "template": "", "verbose": False, "options": None, "name": ""},
+        200,
+    ),
+    ("POST", "/api/pull", {"model": "chatty", "username": "", "password": "", "name": "", "stream": False}, 200),
+    (
+        "POST",
+        "/api/generate",
+        {
+            **{"model": "chatty", "prompt": "hi", "suffix": "", "system": "", "template": "", "context": []},
+            **{"raw": False, "images": [], "format": "", "keep_alive": "5m0s", "options": {"num_predict": 1}},
+        },
+        200,
+    ),
+    ("POST", "/api/chat", {"model": "chatty", "messages": None, "options": None, "keep_alive": "5m0s"}, 200),
     ("GET", "/api/ps", {}, 200),
     ("HEAD", f"/api/blobs/{DIGEST}", {}, 501),
 ]

@@ -45,7 +45,7 @@ def list_models(names: Sequence[str], intake: Intake) -> bytes:
 async def show_model(request: OllamaShowRequest, admission: CallAdmission, intake: Intake) -> bytes:
     """Answer a call of `/api/show`. Return the JSON with the properties of the served model. Raises RefusedError if the
     request names another model."""
-    admission.check_model(request.name)
+    admission.check_model(request.name or None)
     model, capabilities, family = intake.model, ["completion"], intake.model.model_type or "general"
     sizes = {"context_length": longest_sequence(intake), "embedding_length": model.hidden_size}
     sizes["vocab_size"] = model.vocab_size
@@ -72,7 +72,7 @@ async def pull_model(request: OllamaPullRequest, admission: CallAdmission, strea
     """Answer a call of `/api/pull` for the served model: report success, because the model is loaded. Return the JSON
     of the answer, or None if the answer was sent as a stream. Raises RefusedError if the request names another
     model."""
-    admission.check_model(request.name)
+    admission.check_model(request.name or None)
     answer = encode({"status": "success"})
     if request.stream is False:
         return answer
