@@ -81,7 +81,8 @@ the most similar field; with `--lenient` it is ignored. null means unset, also f
 such as 100.0 is accepted as an integer.
 
 A running server shows the same at `/docs`, and as OpenAPI at `/openapi.json`. It also serves `/v1/models`,
-`/tokenizer_info`, `/health`, `/ping`, `/version` and `/metrics`."""
+`/tokenizer_info`, `/health`, `/ping`, `/version` and `/metrics`, and of Ollama's API `/api/tags`, `/api/ps` and
+`/api/version`."""
 METRICS_TITLE = """# Metrics
 
 The scheduler and each front end serve metrics in Prometheus' text format over HTTP:

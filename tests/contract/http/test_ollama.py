@@ -247,6 +247,17 @@ async def test_a_request_without_a_question_loads_nothing(server: HttpServer) ->
     await both(server, CHAT, options={"num_predict": 1, "seed": 1})
 
 
+async def test_a_model_that_no_worker_has_loaded(model: Path) -> None:
+    async with serve_http(model) as server:
+        server.stack.stop_now.set()
+        server.stack.stop.set()
+        await server.front.until_ready(False)
+        for asked in ({}, PLAIN[CHAT]):
+            response = await server.post(CHAT, **asked)
+            assert response.status_code == 503
+            assert response.json().keys() == {"error"}
+
+
 async def test_penalties_apply_to_all_tokens_or_none(server: HttpServer) -> None:
     penalties = {"repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     for options, expected in (

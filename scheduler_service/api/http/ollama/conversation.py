@@ -92,10 +92,9 @@ def _options(request: OllamaRequest) -> dict[str, Any]:
     options = request.options or OllamaOptions()
     found: dict[str, Any] = {name: getattr(request, name) for name in QueuedRequest.__struct_fields__}
     found |= {name: getattr(options, name) for name in SAMPLING_OPTIONS}
-    found["seed"] = None if options.seed == -1 else options.seed
-    if options.repeat_penalty is not None:
-        found["repetition_penalty"] = options.repeat_penalty
-    found |= {"stream": request.is_streamed, "stream_options": StreamOptions(True) if request.is_streamed else None}
+    found |= {"seed": None} if options.seed == -1 else {}
+    found |= {} if options.repeat_penalty is None else {"repetition_penalty": options.repeat_penalty}
+    found |= {"stream": True, "stream_options": StreamOptions(include_usage=True)} if request.is_streamed else {}
     if isinstance(request.format, dict):
         found["response_format"] = JsonSchemaFormat(NamedSchema(Raw(msgspec.json.encode(request.format))))
     elif request.format:
@@ -122,8 +121,8 @@ def _messages(given: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
             calls.append({"id": call_id, "type": "function", "function": function})
             waiting[call_id] = name
         role, tool = message.role.lower(), message.tool_name or message.name
-        found = {"role": role, "content": message.content or "", "tool_calls": calls or None}
-        found["reasoning_content"] = message.thinking or None
+        found: dict[str, Any] = {"role": role, "content": message.content or "", "tool_calls": calls or None}
+        found |= {"reasoning_content": message.thinking} if message.thinking else {}
         if role == "tool":
             ids = (each for each, name in waiting.items() if tool in (None, name))
             answered = message.tool_call_id or next(ids, None)

@@ -22,9 +22,10 @@ from scheduler_service.api.http.requests import GenerationRequest
 from scheduler_service.api.http.token_texts import TokenTexts
 from scheduler_service.api.http.tool_calls import MessageParts, ParserMaker, SampleReader, object_of
 from scheduler_service.api.http.transport.event_stream import EventStream
+from scheduler_service.core.request import OutputMode
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
-from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _Asked = OllamaChatRequest | OllamaGenerateRequest
@@ -111,11 +112,14 @@ async def answer_ollama(
     request: _Asked, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
     """Answer a call of `/api/chat` or `/api/generate`. Return the JSON of the answer, or None if the answer was sent as
-    a stream. A request without messages, prompt and suffix is answered at once: such requests load or unload a model of
-    Ollama. Raises RefusedError if the request is invalid or refused."""
+    a stream. A request without messages, prompt and suffix, which loads or unloads a model of Ollama, is answered when
+    a worker has loaded the model. Raises RefusedError if the request is invalid or refused."""
     writer = OllamaWriter(request, model_name, intake)
     template = intake.model.chat_template
     if not (request.messages if isinstance(request, OllamaChatRequest) else request.prompt or request.suffix):
+        await intake.engine.availability.wait_for_first_worker(OutputMode.STREAMED)
+        if reason := intake.engine.availability.refusal():
+            raise RefusedError(Reason.UNAVAILABLE, reason)
         unloads = request.keep_alive is not None and re.search("[1-9]", str(request.keep_alive)) is None
         return encode(writer.line(done=True, done_reason="unload" if unloads else "load"))
     if request.think and not (template and intake.chats.format_of(template).has_reasoning):

@@ -22,9 +22,7 @@ _INERT = Meta(description=INERT)
 SAMPLING_OPTIONS = tuple(SampledRequest.__annotations__)
 _NO_IMAGES = why("the model reads text only")
 KeepAlive = Annotated[float | str, why("no effect: the model stays loaded")]
-
-
-_SamplingOptions = defstruct(
+_SamplingOptions: Any = defstruct(
     "SamplingOptions",
     [(each.name, each.type, None) for each in structs.fields(SampledRequest) if each.name in SAMPLING_OPTIONS],
     forbid_unknown_fields=True,
@@ -32,7 +30,7 @@ _SamplingOptions = defstruct(
 )
 
 
-class OllamaOptions(_SamplingOptions, forbid_unknown_fields=True, frozen=True):  # type: ignore[valid-type, misc]
+class OllamaOptions(_SamplingOptions, forbid_unknown_fields=True, frozen=True):  # type: ignore[misc]
     """The sampling options of a request. Options that are unset have the model's own defaults, not Ollama's. The
     options that Ollama needs to load a model, such as `num_ctx`, have no effect."""
 
@@ -101,12 +99,12 @@ class OllamaMessage(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    messages: Annotated[list[OllamaMessage], why("none: answer at once, because the model is loaded")] | None = None
+    messages: Annotated[list[OllamaMessage], why("none: wait until the model is loaded")] | None = None
     tools: list[ToolField] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    prompt: Annotated[str, why("empty: answer at once, because the model is loaded")] | None = None
+    prompt: Annotated[str, why("empty: wait until the model is loaded")] | None = None
     suffix: Annotated[str, why("the text after the output; requires a model that can insert text")] | None = None
     system: str | None = None
     raw: Annotated[bool, why("true: do not apply the chat template")] | None = None
