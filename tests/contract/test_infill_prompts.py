@@ -21,6 +21,7 @@ from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.refusal import RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
+from scheduler_service.serving.turns import PIECE_SIZE
 from testing.checkpoints.gguf_files import byte_level_keys, write_gguf
 from testing.seeds import seeded
 
@@ -160,10 +161,11 @@ def intake_of(model: Path, **limits: int) -> Intake:
 
 @contextmanager
 def served(path: Path, tokenizer: Tokenizer | None, **config: Any) -> Iterator[Intake]:
-    """Write a checkpoint with a tokenizer, and load it. `config` are values of tokenizer_config.json."""
+    """Write a checkpoint with a tokenizer, and load it. `config` are values of config.json and of
+    tokenizer_config.json."""
     path.mkdir()
-    vocab_size = config.pop("vocab_size", 2048)
-    settings = {"vocab_size": vocab_size, "max_position_embeddings": MAX_TOKENS, "eos_token_id": 0}
+    settings = {"vocab_size": config.pop("vocab_size", 2048), "eos_token_id": 0}
+    settings["max_position_embeddings"] = config.pop("max_position_embeddings", MAX_TOKENS)
     (path / "config.json").write_text(json.dumps(settings))
     if tokenizer is not None:
         tokenizer.save(str(path / "tokenizer.json"))
@@ -357,3 +359,14 @@ async def test_prompts_have_limits(tmp_path: Path) -> None:
         assert await infill_prompt("é" * 10, "é" * 10, CALL, intake, extra=[("é" * 10, "x" * 28)])
         with pytest.raises(RefusedError, match="the prompt has 101 bytes"):
             await infill_prompt("x" * 50, "x" * 51, CALL, intake)
+
+
+async def test_long_texts(tmp_path: Path) -> None:
+    """Texts that are tokenized on the thread for long work result in the same tokens."""
+    tokenizer = FAMILIES["qwen"].make()
+    with served(tmp_path / "model", tokenizer, max_position_embeddings=PIECE_SIZE) as intake:
+        prefix, suffix = "def a" * (PIECE_SIZE // 8), "\n" + "return x" * (PIECE_SIZE // 16)
+        assert len(prefix + suffix) > PIECE_SIZE
+        expected = FAMILIES["qwen"].published.format(prefix=prefix, suffix=suffix)
+        assert await infill_prompt(prefix, suffix, CALL, intake) == tuple(tokenizer.encode(expected).ids)
+        assert intake.turns.waiting.num_bytes == 0
