@@ -277,7 +277,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "gdn_prefill_backend kda_prefill_backend",
         Foreign(_STATES, (None, False, "auto")),
     ),
-    ("api_key* api_key_file", _refused("the tenants file lists clients' API keys: see `tenants` and docs/tenants.md")),
+    ("api_key_file", _refused("set the variable PAGEWIRE_API_KEY, or `api_key`, to the keys, separated by commas")),
     ("chat_template chat_template_file default_chat_template_kwargs cohere_format", _refused(_TEMPLATE)),
     ("trust_request_chat_template!", _refused("clients over gRPC render the template themselves")),
     ("response_role cohere_is_reasoning_model!", _refused("the chat template determines the roles", "assistant", True)),
@@ -312,6 +312,11 @@ def _without_prefix(value: Any) -> str:
     """Return the name of a data type without the prefix "torch.". The result is "bfloat16" for both the torch dtype
     `torch.bfloat16` and the text "bfloat16"."""
     return str(value).removeprefix("torch.")
+
+
+def _joined(value: Any) -> Any:
+    """Join a list of values with commas. Return other values unchanged."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def _translation_to(name: str, *unset: object) -> Callable[[Any], dict[str, Any]]:
@@ -350,7 +355,8 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
     "quantization": lambda value: value or None,
     "load_format": lambda value: "auto" if value == "safetensors" else value,
     "attention_backend": lambda value: value.lower() if isinstance(value, str) else value,
-    "served_model_name": lambda value: ",".join(map(str, value)) if isinstance(value, list | tuple) else value,
+    "served_model_name": _joined,
+    "api_key": _joined,
     "max_model_len": lambda value: None if value in (-1, "-1", "auto") else _expand_unit(value),
     "max_num_batched_tokens": _expand_unit,
     "max_num_seqs": _expand_unit,
@@ -386,7 +392,7 @@ _SECRETS = ("api_key", "hf_token")  # messages never show their values
 # The flags without a value, and the flags with several values.
 SWITCHES, LISTS = (
     {name[:-1] for names in (*(each for each, _ in _FOREIGN), more) for name in names.split() if name[-1] == mark}
-    for mark, more in (("!", "enforce_eager! enable_log_requests!"), ("*", "served_model_name*"))
+    for mark, more in (("!", "enforce_eager! enable_log_requests!"), ("*", "served_model_name* api_key*"))
 )
 # Synonyms of option values.
 VALUE_SYNONYMS = {"gpu": "cuda"}

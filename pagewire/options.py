@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pagewire.common.option_limits import HIDDEN
 from pagewire.common.option_limits import flag as flag_of
 from pagewire.compatibility import (
     FOREIGN,
@@ -75,6 +76,7 @@ class Option:
     optional: bool  # None is a value
     help: str
     choices: tuple[Any, ...] | None
+    is_secret: bool = False  # its value never appears in messages, or in the arguments of child processes
 
     @property
     def flag(self) -> str:
@@ -97,6 +99,7 @@ class Resolved:
     values: Mapping[str, Any]
     origins: Mapping[str, str]
     ignored: Sequence[str] = ()  # a warning for each ignored option of another engine
+    secrets: Collection[str] = ()  # the options whose values are not logged
 
     def build(self, config_type: type, **overrides: Any) -> Any:
         """Create an instance of a config dataclass from the resolved option values.
@@ -117,7 +120,7 @@ class Resolved:
         the command line, the environment or a file. The origin with the highest precedence comes first."""
         by_origin: dict[str, list[str]] = {}
         for name, origin in self.origins.items():
-            by_origin.setdefault(origin, []).append(f"{name}={self.values[name]}")
+            by_origin.setdefault(origin, []).append(self._shown(name))
         by_origin.pop(_DEFAULTS, None)
         rank = {"flags": 0, "environment": 1}
         origins = sorted(by_origin, key=lambda origin: rank.get(origin, 2))
@@ -126,7 +129,11 @@ class Resolved:
     def describe_defaults(self) -> str:
         """Return a log line that shows the values of all options that have their defaults."""
         names = [name for name, origin in self.origins.items() if origin == _DEFAULTS]
-        return f"options that have their defaults: {', '.join(f'{name}={self.values[name]}' for name in names)}"
+        return f"options that have their defaults: {', '.join(map(self._shown, names))}"
+
+    def _shown(self, name: str) -> str:
+        value = self.values[name]
+        return f"{name}={HIDDEN if name in self.secrets and value is not None else value}"
 
 
 def options_of(*config_types: type, without: Collection[str] = ()) -> dict[str, Option]:
@@ -160,6 +167,7 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
         optional=types.NoneType in alternatives,
         help=field.metadata["help"],
         choices=None if choices is None else tuple(choices),
+        is_secret=field.metadata.get("is_secret", False),
     )
 
 
@@ -173,7 +181,11 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, explained: Mapping[str, str] = types.MappingProxyType({}), **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
-        self._explained = explained
+        self._explained = dict(explained)
+
+    def explain(self, flag: str, text: str) -> None:
+        """Add a flag that this command does not have, and the reason, which the error message then shows."""
+        self._explained[flag] = text
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = list(sys.argv[1:] if args is None else args)
@@ -399,7 +411,7 @@ def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, enviro
             )
         else:
             values[name], origins[name] = option.default, _DEFAULTS
-    return Resolved(values, origins, ignored)
+    return Resolved(values, origins, ignored, [name for name, option in options.items() if option.is_secret])
 
 
 def _in_flags(name: str, value: Any) -> str:
@@ -476,11 +488,11 @@ def _convert(option: Option, given: Any, source: str) -> Any:
         value = _parse(option.value_type, given)
     except ValueError:
         article = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}[option.value_type]
-        raise OptionError(f"{source}: {given!r} is not {article}") from None
+        raise OptionError(f"{source}: {HIDDEN if option.is_secret else repr(given)} is not {article}") from None
     if option.choices is not None and VALUE_SYNONYMS.get(value) in option.choices:
         value = VALUE_SYNONYMS[value]
     if isinstance(value, str) and not value.isascii() and _NO_UTF8.search(value):
-        raise OptionError(f"{source}: {value!r} is not valid UTF-8")
+        raise OptionError(f"{source}: {HIDDEN if option.is_secret else repr(value)} is not valid UTF-8")
     if option.choices is not None and value not in option.choices:
         choices = ", ".join(map(str, option.choices))
         raise OptionError(f"{source}: {given!r} is none of {choices}{suggestion(str(value), map(str, option.choices))}")
@@ -512,7 +524,7 @@ def spelled(given: Mapping[str, Any]) -> list[str]:
 
 def to_flags(config: Any) -> list[str]:
     """Return the command line flags for all values of a service's config that differ from their defaults, including
-    nested configs.
+    nested configs. Omit secrets, because other users of the machine can read the arguments of a process.
 
     Raise ValueError for a value of None, because no flag can set it.
     """
@@ -522,9 +534,17 @@ def to_flags(config: Any) -> list[str]:
         if dataclasses.is_dataclass(value):
             flags += to_flags(value)
         option = known.get(field.name)
-        if option is None or value == option.default:
+        if option is None or option.is_secret or value == option.default:
             continue
         if value is None:
             raise ValueError(f"no flag sets {option.name} to None")
         flags += spelled({option.name: value})
     return flags
+
+
+def to_secret_variables(config: Any) -> dict[str, str]:
+    """Return the environment variables that pass the secret values of a service's config to a child process."""
+    secrets = {
+        option.variable: getattr(config, name) for name, option in options_of(type(config)).items() if option.is_secret
+    }
+    return {variable: value for variable, value in secrets.items() if value is not None}

@@ -7,13 +7,19 @@ import os
 from dataclasses import dataclass, field
 
 from pagewire.common.chat.chat_output import REASONING_PARSERS, TOOL_CALL_PARSERS, ChatRules
-from pagewire.common.option_limits import ORIGINS, PORT, URL, at_least, between, check_options, flag, option
+from pagewire.common.option_limits import KEYS, ORIGINS, PORT, URL, at_least, between, check_options, flag, option
 from pagewire.common.wire.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
 from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.core.scheduler_options import SchedulerOptions
 
 # Options that the scheduler and front ends share.
 _HTTP_PROXY = "through the HTTP proxy in the environment variable http_proxy, which is ignored otherwise"
+_API_KEY = (
+    None,
+    "API key that all calls must present, except for health and version; several separated by commas. Prefer the "
+    "variable: other users of the machine can read flags",
+    KEYS,
+)
 _METRICS_HOST = ("127.0.0.1", "address to serve /metrics on")
 _METRICS_PORT = (
     None,
@@ -101,8 +107,11 @@ class SchedulerConfig:
         needs=("tls_cert",),
     )
     tenants: str | None = option(
-        None, "YAML file of tenants with their API keys, certificates and quotas; without it anyone is admitted"
+        None,
+        "YAML file of tenants with their API keys, certificates and quotas; without it, and without "
+        "--api-key, anyone is admitted",
     )
+    api_key: str | None = option(*_API_KEY, is_secret=True)
     health_host: str = option("127.0.0.1", "address that --health-port listens on")
     health_port: int = option(
         0, "plaintext port for health probes that cannot use TLS; 0 turns it off (--port answers probes too)", PORT
@@ -144,6 +153,7 @@ class SchedulerConfig:
         _check_model(self.model)
         check_options(self)
         check_options(self.core)
+        _check_credentials(self.tenants, self.api_key)
         if self.worker_grace is not None and self.worker_grace > self.worker_timeout:
             raise ValueError(
                 f"--worker-grace is {self.worker_grace}, but must be at most --worker-timeout, which is "
@@ -214,8 +224,11 @@ class FrontEndConfig:
         None,
         "the scheduler's YAML file of tenants; the front end then acts as an operator towards the scheduler",
     )
+    api_key: str | None = option(*_API_KEY, is_secret=True)
     scheduler_api_key_file: str | None = option(
-        None, "file with this front end's API key for the scheduler, which must be an operator's key"
+        None,
+        "file with this front end's API key for the scheduler, which must be an operator's key (default: "
+        "the first --api-key)",
     )
     scheduler_tls_ca: str | None = option(
         None, "PEM file of the authority that signs the scheduler's certificate; turns TLS on"
@@ -242,6 +255,7 @@ class FrontEndConfig:
         _check_model(self.model)
         check_options(self)
         check_options(self.http)
+        _check_credentials(self.tenants, self.api_key)
         self.http.chats.check()
         _check_local_address("scheduler", self.scheduler)
 
@@ -249,6 +263,14 @@ class FrontEndConfig:
 def _check_model(model: str) -> None:
     if not model:
         raise ValueError("--model is missing: name a checkpoint directory or a GGUF file")
+
+
+def _check_credentials(tenants: str | None, api_key: str | None) -> None:
+    if tenants and api_key:
+        raise ValueError(
+            "--tenants and --api-key (or PAGEWIRE_API_KEY) are both given; list the key's hash in the tenants file, or "
+            "give only one of them"
+        )
 
 
 def _check_local_address(name: str, address: str) -> None:

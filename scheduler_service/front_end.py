@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -54,12 +54,13 @@ async def run(
             uses_http_proxy=config.scheduler_http_proxy,
         )
         tenants, key = service.tenants, _api_key(config.scheduler_api_key_file)
+        own_key = _as_metadata((config.api_key or "").split(",")[0])
         service.watched += [key] if key is not None else []
         link = SchedulerLink(
             dialler,
             config.scheduler,
             model=service.model,
-            read_metadata=(lambda: key.current) if key is not None else tuple,
+            read_metadata=(lambda: key.current) if key is not None else (lambda: own_key),
             tenants_revision=(lambda: tenants.revision) if tenants is not None else str,
         )
         servicer = FrontEndServicer(
@@ -162,15 +163,20 @@ def _failed(error: BaseException | None) -> int:
     return EXIT_ERROR
 
 
-def _api_key(path: str | None) -> WatchedFiles[tuple[tuple[str, str]]] | None:
+def _api_key(path: str | None) -> WatchedFiles[Sequence[tuple[str, str]]] | None:
     """Read the API key with which the front end authenticates to the scheduler, from a file that is watched for
     changes. Return it as gRPC metadata, or None if no file is configured. Raise OSError if the file cannot be read, and
     ValueError if it does not contain a key."""
 
-    def parse(content: bytes) -> tuple[tuple[str, str]]:
+    def parse(content: bytes) -> Sequence[tuple[str, str]]:
         key = content.strip().decode(errors="replace")
         if not (key and key.isascii() and key.isprintable()):
             raise ValueError(f"{_KEY_FLAG} is {path}, which contains no key: one line of ASCII text")
-        return (("authorization", f"Bearer {key}"),)
+        return _as_metadata(key)
 
     return None if path is None else WatchedFiles([NamedFile(_KEY_FLAG, path)], parse)
+
+
+def _as_metadata(key: str) -> Sequence[tuple[str, str]]:
+    """Return the gRPC metadata with which a client presents its API key. An empty key returns no metadata."""
+    return (("authorization", f"Bearer {key}"),) if key else ()

@@ -28,7 +28,7 @@ from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_mode
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.step_loop import StepLoop
-from scheduler_service.serving.tenants.tenant_file import TenantFile
+from scheduler_service.serving.tenants.tenant_file import ApiKeys, TenantFile
 
 if TYPE_CHECKING:
     from scheduler_service.api.vllm.servicer import VllmServicer
@@ -87,6 +87,8 @@ class RequestService:
         self.tokenizer = None if files is None else Tokenizer(files.path, self.tokenizer_json, self.model)
         self.text_limits = TextLimits(config.max_prompt_bytes, config.max_waiting_text_bytes)
         self.tenants = TenantFile(config.tenants) if config.tenants else None
+        if config.api_key:
+            self.tenants = ApiKeys(config.api_key)
         self.authenticator = Authenticator(self.tenants)
         self._server = create_server(
             *_SERVER_OPTIONS,

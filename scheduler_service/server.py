@@ -100,7 +100,7 @@ class _Scheduler:
             served_model_names=config.served_model_names or [service.model.name],
             instance_id=secrets.token_hex(8),
             options=options,
-            has_tenants=config.tenants is not None,
+            has_tenants=service.tenants is not None,
         )
         self._tracing = _tracing(config, info.served_model_name)
         self._kv_event_log = KvEventLog(max_bytes=config.max_kv_event_bytes)

@@ -10,7 +10,7 @@ from pagewire.hosting import local_server
 from pagewire.options import Parser
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: Parser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",

@@ -15,7 +15,7 @@ URL_VARIABLE = "PAGEWIRE_URL"
 API_KEY_VARIABLE = "PAGEWIRE_API_KEY"
 
 
-def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None) -> None:
+def add_flags(parser: Parser, *, without_url: str | None = None) -> None:
     """Add the command line flags for the connection to a server, such as `--url`, to a parser.
 
     For a command that can also run without a server, `without_url` describes the alternative in the help of `--url`.
@@ -32,7 +32,9 @@ def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None
     )
     group.add_argument("--tls-cert", metavar="FILE", help="PEM file with this client's certificate, for mutual TLS")
     group.add_argument("--tls-key", metavar="FILE", help="PEM file with this client's private key, for mutual TLS")
-    parser.epilog = f"If the server asks for an API key, set it in the environment variable {API_KEY_VARIABLE}."
+    where = f"set it in the environment variable {API_KEY_VARIABLE}"
+    parser.epilog = f"If the server asks for an API key, {where}."
+    parser.explain("--api-key", f"{where}, since other users of the machine can read flags")
 
 
 def default_url() -> str:

@@ -47,7 +47,7 @@ def complete(arguments: Sequence[str]) -> int:
     return 0
 
 
-def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+def add_request_flags(parser: Parser) -> argparse._ArgumentGroup:
     """Add the flags that describe a request to a parser: the prompt, the sampling parameters and the request's options.
 
     Return the argument group of the options.

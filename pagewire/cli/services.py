@@ -118,6 +118,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "reasoning_parser",
     ),
     "tenants and TLS": (
+        "api_key",
         "tenants",
         "scheduler_api_key_file",
         "tls_cert",
@@ -230,7 +231,8 @@ def _front_end(config: Any, log_config: logs.LogConfig, environ: Mapping[str, st
     scheme = "http" if config.tls_cert is None else "https"
     http_url = f"{scheme}://{join(config.http.http_host, config.http.http_port)}"
     command = _command("frontend", config, log_config)
-    return Supervisor(command, environ, name="front end", on_ready=lambda _: announce_ready(http_url))
+    secrets = options.to_secret_variables(config)
+    return Supervisor(command, {**environ, **secrets}, name="front end", on_ready=lambda _: announce_ready(http_url))
 
 
 def _command(verb: str, config: Any, log_config: logs.LogConfig) -> list[str]:

@@ -38,16 +38,28 @@ def _is_url(value: str) -> bool:
 
 URL = Limit("http://HOST:PORT or https://HOST:PORT", _is_url)
 _ORIGINS = re.compile(r"\*|\s*[a-z][a-z0-9+.-]*://[^\s/,\"']+\s*(,\s*[a-z][a-z0-9+.-]*://[^\s/,\"']+\s*)*")
+KEYS = Limit(
+    "printable ASCII without spaces, several separated by commas",
+    lambda value: bool(re.fullmatch(r"[!-+\--~]+(,[!-+\--~]+)*", value)),
+)
+HIDDEN = "(hidden)"  # in place of a secret value in messages
 ORIGINS = Limit("* or SCHEME://HOST:PORT, several separated by commas", lambda value: bool(_ORIGINS.fullmatch(value)))
 
 
 def option(
-    default: Any, help: str, *limits: Limit, choices: tuple[str, ...] | None = None, needs: tuple[str, ...] = ()
+    default: Any,
+    help: str,
+    *limits: Limit,
+    choices: tuple[str, ...] | None = None,
+    needs: tuple[str, ...] = (),
+    is_secret: bool = False,
 ) -> Any:
     """Return the dataclass field of a command line option. A value that is not None must satisfy every limit. `needs`
-    names the options without which this option has no effect.
+    names the options without which this option has no effect. The value of a secret option never appears in messages or
+    in the arguments of child processes.
     """
-    return field(default=default, metadata={"help": help, "limits": limits, "choices": choices, "needs": needs})
+    metadata = {"help": help, "limits": limits, "choices": choices, "needs": needs, "is_secret": is_secret}
+    return field(default=default, metadata=metadata, repr=not is_secret)
 
 
 def check_options(config: Any, must_be: str = ", but must be") -> None:
@@ -66,6 +78,7 @@ def check_options(config: Any, must_be: str = ", but must be") -> None:
         for limit in limits:
             if not limit.holds(value):
                 shown = repr(value) if isinstance(value, str) else value
+                shown = HIDDEN if each.metadata["is_secret"] else shown
                 raise ValueError(f"{flag(each.name)} is {shown}{must_be} {limit.text}")
     for each, _ in given:
         for needed in each.metadata["needs"]:

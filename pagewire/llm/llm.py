@@ -466,7 +466,7 @@ def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
 
     Raise TypeError for an unknown name, and ValueError for an invalid value.
     """
-    known = serve_options().keys() - {"model"}
+    known = serve_options().keys() - {"model", *API_OPTIONS}
     for name in given:
         if not (name in known or name in MAPPED or name in FOREIGN):
             near = suggestion(name, [*known, *MAPPED, *FOREIGN])

@@ -67,6 +67,7 @@ def test_help_shows_none_of_them() -> None:
         ("--max-model-len auto", {"max_model_len": None}, []),
         ("--max-num-batched-tokens 25.6k", {"max_num_batched_tokens": 25_600}, []),
         ("--served-model-name a b", {"served_model_name": "a,b"}, []),
+        ("--api-key sesame other", {"api_key": "sesame,other"}, []),
         ("--enable-chunked-prefill", {}, []),
         ("--enable-chunked-prefill=False", {}, ["--no-enable-chunked-prefill is ignored: chunked prefill is always"]),
         ("--enable-chunked-prefill False", {}, ["--no-enable-chunked-prefill is ignored: chunked prefill is always"]),
@@ -101,8 +102,10 @@ def test_foreign_flags_are_mapped_or_ignored(flags: str, values: dict[str, Any],
     [
         ("--enable-lora", "--enable-lora is not supported: Pagewire serves one model"),
         ("--lora-modules a=b c=d", "--lora-modules a=b c=d is not supported: Pagewire serves one model"),
-        ("--api-key sesame", "--api-key is not supported: the tenants file lists clients' API keys: see --tenants"),
-        ("--api-key sesame other", "--api-key is not supported: "),
+        (
+            "--api-key-file keys",
+            "--api-key-file keys is not supported: set the variable PAGEWIRE_API_KEY, or --api-key, to",
+        ),
         ("--hf-token sesame", "--hf-token is not supported: set the variable HF_TOKEN"),
         (
             "--chat-template t.jinja",

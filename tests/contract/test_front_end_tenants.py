@@ -131,7 +131,7 @@ async def test_streams_end_of_a_tenant_that_the_front_ends_own_file_still_has(
 @pytest.mark.parametrize(
     ("own", "key", "reason"),
     [
-        (False, KEYS["root"].encode(), "it has tenants; start this front end with the same --tenants"),
+        (False, KEYS["root"].encode(), "it has API keys; start this front end with the same --tenants or --api-key"),
         (True, None, "UNAUTHENTICATED"),
     ],
     ids=["without tenants", "without a key"],

@@ -513,7 +513,7 @@ async def test_an_operator_names_tenants_without_limits(checkpoint: Path, tenant
 async def test_a_server_without_tenants_refuses_a_key_that_it_would_ignore(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         assert await code_of(stack.stub.GetServerInfo(pb.GetServerInfoRequest())) is None
-        with pytest.raises(grpc.aio.AioRpcError, match="start it with --tenants") as error:
+        with pytest.raises(grpc.aio.AioRpcError, match="start it with --api-key or --tenants") as error:
             await generate(stack, request(PROMPT, max_tokens=2), "acme")
         assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
 

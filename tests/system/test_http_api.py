@@ -83,6 +83,27 @@ def test_tenants_over_tls(tmp_path: Path) -> None:
             post(url, PROMPT, trusted=trusted)
 
 
+@pytest.mark.thorough
+def test_an_api_key_is_demanded_and_shown_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_API_KEY", KEYS["acme"])
+    log, record = tmp_path / "log", tmp_path / "record"
+    with log.open("wb") as file, serving("--log-level=debug", f"--record={record}", stderr=file) as (process, url):
+        assert post(url, PROMPT, KEYS["acme"])["choices"]
+        for key in ("", KEYS["globex"]):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                post(url, PROMPT, key)
+        children = children_of(process.pid)
+        assert len(children) >= 2
+        assert not any(KEYS["acme"].encode() in command_line(child) for child in children)
+        holders = [child for child in children if KEYS["acme"].encode() in Path(f"/proc/{child}/environ").read_bytes()]
+        assert holders == [front_end_of(process)]
+        process.terminate()
+        assert process.wait(30) == 0
+    written = log.read_bytes()
+    assert b"api_key=(hidden)" in written
+    assert KEYS["acme"].encode() not in written + record.read_bytes()
+
+
 @pytest.mark.parametrize("verb", ["serve", "frontend"])
 def test_the_port_is_8000_unless_one_is_named(
     verb: str,

@@ -320,5 +320,5 @@ def _mismatch(info: scheduler_pb2.GetServerInfoResponse, model: ModelInfo, tenan
         return f"its end tokens are {tokens}; start both with the same generation_config.json"
     if info.has_tenants and not tenants_revision:
         # The front end's own credentials would let any caller name any tenant.
-        return "it has tenants; start this front end with the same --tenants"
+        return "it has API keys; start this front end with the same --tenants or --api-key"
     return ""

@@ -40,7 +40,8 @@ class Caller:
         elif self.authorization is not None:
             raise RefusedError(
                 Reason.UNAUTHENTICATED,
-                "this server has no tenants and would ignore the API key; start it with --tenants, or send no API key",
+                "this server has no API keys and would ignore the caller's; start it with --api-key or --tenants, or "
+                "send no API key",
             )
 
     def tenant(self, named: str) -> str:
@@ -85,12 +86,13 @@ class Caller:
                 return
             raise invalid(
                 "submit.tenants_revision",
-                "this server has no tenants, but the front end has some; start both with the same --tenants",
+                "this server has no API keys, but the front end has some; start both with the same --tenants or "
+                "--api-key",
             )
         self.check_operator("forwarding requests")
-        if not revision or tenant not in self.tenants.current():
+        if not revision or not self.tenants.knows(tenant):
             is_same = revision == self.tenants.revision
-            why = "" if is_same else "; the front end's tenants file differs from the scheduler's"
+            why = "" if is_same else "; the front end's --tenants or --api-key differs from the scheduler's"
             raise RefusedError(Reason.UNAUTHENTICATED, f"tenant {tenant!r} is not known to the scheduler{why}")
 
     def _identify(self, tenants: TenantFile) -> Tenant:
@@ -109,8 +111,8 @@ class Caller:
         if tenant is None:
             raise RefusedError(
                 Reason.UNAUTHENTICATED,
-                "the caller is unknown; send a valid API key as 'authorization: Bearer KEY', or use a client "
-                "certificate that the server knows",
+                "the caller is unknown; send a valid API key as 'authorization: Bearer KEY' (PAGEWIRE_API_KEY of the "
+                "pagewire commands), or use a client certificate that the server knows",
             )
         return tenant
 
