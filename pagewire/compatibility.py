@@ -48,7 +48,7 @@ _ON_THIS_MACHINE = "ranks are processes on this machine, which communicate over 
 _MORE_SERVERS = "create several LLMs, or put a router in front of several servers"
 _ON_DEVICE = "all weights stay on the device; `swap_space` is for the KV cache"
 _PARSERS = "the chat template selects the parsers; override them with `tool_call_parser` and `reasoning_parser`"
-_TEMPLATE = "the chat template comes from the checkpoint: put another chat_template.jinja into a copy of it"
+_TEMPLATE = "requests set chat_template_kwargs; another template can have other defaults: see `chat_template`"
 _GUIDANCE = "llguidance compiles all grammars"
 _STATES = "no architecture with recurrent state is supported"
 _DISK = "each rank maps the weight files into its memory"
@@ -278,7 +278,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         Foreign(_STATES, (None, False, "auto")),
     ),
     ("api_key_file", _refused("set the variable PAGEWIRE_API_KEY, or `api_key`, to the keys, separated by commas")),
-    ("chat_template chat_template_file default_chat_template_kwargs cohere_format", _refused(_TEMPLATE)),
+    ("default_chat_template_kwargs cohere_format", _refused(_TEMPLATE)),
     ("trust_request_chat_template!", _refused("clients over gRPC render the template themselves")),
     ("response_role cohere_is_reasoning_model!", _refused("the chat template determines the roles", "assistant", True)),
     (
@@ -346,6 +346,7 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "batch_size": _translation_to("max_num_batched_tokens"),
     "threads": _translation_to("num_threads", -1),
     "alias": _translation_to("served_model_name"),
+    "chat_template_file": lambda value: {"chat_template": str(value)},
 }
 
 # Pagewire options whose foreign namesakes allow other values.

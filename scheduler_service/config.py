@@ -20,6 +20,10 @@ _API_KEY = (
     "variable: other users of the machine can read flags",
     KEYS,
 )
+_CHAT_TEMPLATE = (
+    None,
+    "Jinja file, or the text of a Jinja template, that replaces the model's chat templates",
+)
 _METRICS_HOST = ("127.0.0.1", "address to serve /metrics on")
 _METRICS_PORT = (
     None,
@@ -39,6 +43,7 @@ _WAITING_TEXT_BYTES = (
 class SchedulerConfig:
     core: SchedulerOptions = field(default_factory=SchedulerOptions)
     model: str = option("", "checkpoint directory, GGUF file, or id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
+    chat_template: str | None = option(*_CHAT_TEMPLATE)
     worker: str = option(
         "127.0.0.1:50061",
         "address of the worker, HOST:PORT, or unix:PATH of its --socket; for several ranks, all their addresses in "
@@ -203,6 +208,7 @@ class HttpOptions:
 class FrontEndConfig:
     scheduler: str = option("127.0.0.1:50051", "address of the scheduler, HOST:PORT, or unix:PATH of its --socket")
     model: str = option("", "the scheduler's model: its checkpoint directory, GGUF file, or Hugging Face id")
+    chat_template: str | None = option(*_CHAT_TEMPLATE)
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(50052, "port to listen on; 0 picks a free one", PORT)
     http: HttpOptions = field(default_factory=HttpOptions)

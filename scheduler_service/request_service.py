@@ -81,7 +81,7 @@ class RequestService:
         self.tls = server_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._tls_files = [files for files in (self.tls, link_tls) if files is not None]
         self.watched: list[TlsFiles | WatchedFiles[Any]] = list(self._tls_files)  # while the service runs
-        self.model, files = read_model(config.model)
+        self.model, files = read_model(config.model, config.chat_template)
         warn_of(self.model)
         self.tokenizer_json = None if files is None else files.tokenizer_json()  # until the service runs
         self.tokenizer = None if files is None else Tokenizer(files.path, self.tokenizer_json, self.model)

@@ -156,7 +156,7 @@ def _parser(verb: str, usage: str, description: str, explained: Mapping[str, str
     parser.add_argument(
         "--chat-template",
         metavar="NAME",
-        help="chat template to use if the model has several (default: its default one)",
+        help="chat template to use: a name, if the model has several, or a Jinja file (default: the model's default)",
     )
     parser.add_argument("--stats", action="store_true", help="print statistics of each answer on standard error")
     parser.add_argument("--no-history", action="store_true", help="do not read or write the history of typed lines")
@@ -170,7 +170,7 @@ def _talk(client: Client, parsed: argparse.Namespace, prompt: str | None, server
     `server` is the local server, if this process started the server.
     """
     info = client.info()
-    conversation = Conversation(template_of(info, parsed.chat_template), parsed.system, info.special_tokens)
+    conversation = Conversation(_template(info, parsed.chat_template), parsed.system, info.special_tokens)
     sampling = client_flags.sampling(parsed)
     if prompt is None:
         terminal = ChatTerminal(None if parsed.no_history else history_path(os.environ))
@@ -181,6 +181,14 @@ def _talk(client: Client, parsed: argparse.Namespace, prompt: str | None, server
     completion = request.stream(client, conversation.ask(prompt), sampling, printer, session=session)
     if parsed.stats:
         tell(request.statistics(completion))
+
+
+def _template(info: ServerInfo, chosen: str | None) -> str | None:
+    """Return the text of the chat template that the flag `--chat-template` selects: the model's template of this name,
+    else the content of the file. Return None if the model has no chat template."""
+    if chosen is not None and chosen not in info.named_chat_templates and os.path.isfile(chosen):
+        return client_flags.text_of(chosen)
+    return template_of(info, chosen)
 
 
 class Chat:

@@ -165,12 +165,12 @@ def _add_structured_output_flags(parser: argparse.ArgumentParser) -> None:
     of these flags."""
     section = parser.add_argument_group("structured output", "A constraint on every output. At most one can be given.")
     group = section.add_mutually_exclusive_group()
-    group.add_argument("--json-schema", metavar="FILE", type=_text_of, help="a JSON Schema")
+    group.add_argument("--json-schema", metavar="FILE", type=text_of, help="a JSON Schema")
     group.add_argument("--json-object", action="store_const", const=True, help="any JSON object")
     group.add_argument("--regex", metavar="REGEX", help="a regular expression, for the whole output")
     group.add_argument("--choice", metavar="A,B", type=_choice, help="one of these texts, separated by commas")
-    group.add_argument("--grammar", metavar="FILE", type=_text_of, help="a context-free grammar in Lark or EBNF")
-    group.add_argument("--structural-tag", metavar="FILE", type=_text_of, help="a structural tag, in JSON")
+    group.add_argument("--grammar", metavar="FILE", type=text_of, help="a context-free grammar in Lark or EBNF")
+    group.add_argument("--structural-tag", metavar="FILE", type=text_of, help="a structural tag, in JSON")
 
 
 def _structured_outputs(arguments: argparse.Namespace) -> StructuredOutputs | None:
@@ -179,7 +179,7 @@ def _structured_outputs(arguments: argparse.Namespace) -> StructuredOutputs | No
     return None if set(given.values()) == {None} else StructuredOutputs(**given)
 
 
-def _text_of(path: str) -> str:
+def text_of(path: str) -> str:
     """Read the UTF-8 file that a command line flag names, and return its content."""
     try:
         return Path(path).read_text(encoding="utf-8")

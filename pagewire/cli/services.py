@@ -65,7 +65,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_cache_memory",
         "swap_space",
     ),
-    "model": ("model", "revision", "served_model_name", "load_format", "quantization"),
+    "model": ("model", "revision", "served_model_name", "chat_template", "load_format", "quantization"),
     "memory and KV cache": (
         "gpu_memory_utilization",
         "kv_cache_dtype",
@@ -152,9 +152,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "profile_dir",
     ),
 }
-# The groups for a local server that serves only the process that started it.
+# The groups for a local server that serves only the process that started it. `pagewire run` renders the chat itself.
 OWN_GROUPS = {
-    title: tuple(name for name in GROUPS[title] if name not in ("host", "port", "http_port"))
+    title: tuple(name for name in GROUPS[title] if name not in ("host", "port", "http_port", "chat_template"))
     for title in (MOST_USED, "model", "memory and KV cache", "scheduling", "computing")
 }
 # The starting process sends no credentials, so a local server must not require any.

@@ -1,23 +1,33 @@
 """Errors in a chat template's files are reported with the file name and, if known, the line."""
 
+import io
 import json
 import logging
+import zipfile
 from pathlib import Path
 
 import grpc
 import pytest
 from tokenizers import Tokenizer, models
 
+from pagewire.common.chat.template_sandbox import MAX_TEMPLATE_CHARS
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
+from scheduler_service.api.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.request_service import warn_of
-from scheduler_service.serving.checkpoint.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model, read_model_info
+from testing.checkpoints.gguf_files import write_gguf
+from testing.parity import STORYTELLER
 from testing.scheduler_stack import make_checkpoint, request, serve
 from testing.seeds import seeded
 from testing.serving.failures import failure_of
+from testing.serving.http_server import make_chat_checkpoint, serve_http
 
 CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+GIVEN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +42,7 @@ TEMPLATE = "chat_template.jinja"
         (CONFIG, b'{"chat_template": ["a"]}', f"{CONFIG}: the list chat_template must contain objects"),
         (CONFIG, b'{"chat_template": [{"name": [], "template": 1}]}', f"{CONFIG}: the list chat_template must contain"),
         ("generation_config.json", b"{", "generation_config.json is not JSON: "),
-        (TEMPLATE, b"{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end"),
+        (TEMPLATE, LOOP.encode(), "does not end"),
     ],
 )
 async def test_a_file_that_cannot_be_read_ends_the_start_in_one_line(
@@ -45,6 +55,61 @@ async def test_a_file_that_cannot_be_read_ends_the_start_in_one_line(
     [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert told in line
     assert str(path / name) in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("form", ["file", "text"])
+@pytest.mark.parametrize("kind", ["directory", "GGUF file"])
+def test_a_given_template_replaces_those_of_the_model(tmp_path: Path, kind: str, form: str) -> None:
+    if kind == "GGUF file":
+        path = write_gguf(tmp_path / "model.gguf", STORYTELLER, "Q8_0")
+    else:
+        path = make_chat_checkpoint(tmp_path / "model", rag="rag")
+    given = GIVEN
+    if form == "file":
+        (tmp_path / "given.jinja").write_text(GIVEN)
+        given = str(tmp_path / "given.jinja")
+    info, _ = read_model(str(path), given)
+    assert info.template_file is not None
+    assert (info.chat_template, dict(info.template_file.named)) == (GIVEN, {})
+    assert info.chat_refusals == ()
+    assert not info.has_standard_tokenizer_files, "routers must ask for the tokenizer's files"
+    with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(info))) as archive:
+        assert archive.read(TEMPLATE).decode() == GIVEN
+    assert info.digest == read_model_info(str(path)).digest
+
+
+async def test_every_api_renders_the_given_template(tmp_path: Path) -> None:
+    (tmp_path / "given.jinja").write_text(GIVEN)
+    given = {"chat_template": str(tmp_path / "given.jinja")}
+    model = make_chat_checkpoint(tmp_path / "model")
+    async with serve_http(model, **given, front=given) as server:
+        answer = await server.post("/v1/chat/completions/render", messages=[{"role": "user", "content": "hello"}])
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        assert answer.json()["token_ids"] == tokenizer.encode("[user]hello", add_special_tokens=False).ids
+        for stub in (server.stack.stub, server.front.stub):
+            assert (await stub.GetServerInfo(pb.GetServerInfoRequest())).chat_template == GIVEN
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("chatml", "--chat-template is 'chatml', which is neither a file nor the text of a Jinja template; give the "),
+        ("/nowhere/a.jinja", "--chat-template is '/nowhere/a.jinja', which is neither a file nor"),
+        ("", "--chat-template is '', which is neither a file nor"),
+        ("a" * 5000, f"--chat-template is '{'a' * 100}', which is neither a file nor"),
+        ("{{ a" + "a" * MAX_TEMPLATE_CHARS, "--chat-template: the chat templates have "),
+        (LOOP, "--chat-template: the chat template cannot be used: "),
+    ],
+    ids=str.__len__,
+)
+async def test_a_given_template_that_cannot_be_used_ends_the_start(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, given: str, told: str
+) -> None:
+    config = SchedulerConfig(model=str(checkpoint), worker="127.0.0.1:1", port=0, metrics_port=0, chat_template=given)
+    assert await server.run(config, stop=server.asyncio.Event(), ready=lambda url: None) == 78
+    [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert line.startswith(told)
     assert "\n" not in line
 
 

@@ -561,7 +561,12 @@ def test_chat_renders_the_template(capsys: pytest.CaptureFixture[str], scheduler
     assert (request.session_id, request.HasField("will_return"), request.will_return) == ("", True, False)
 
 
-def test_chat_takes_the_template_of_a_name(capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler) -> None:
+def test_chat_takes_the_template_of_a_name_or_a_file(
+    capsys: pytest.CaptureFixture[str],
+    scheduler: ScriptedScheduler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scheduler.info.chat_template = CHAT_TEMPLATE
     scheduler.info.named_chat_templates.update(
         {"default": CHAT_TEMPLATE, "rag": "{{ bos_token + messages[0].content }}!"}
@@ -570,6 +575,12 @@ def test_chat_takes_the_template_of_a_name(capsys: pytest.CaptureFixture[str], s
     [request] = scheduler.requests
     assert request.text == "hello!"
     capsys.readouterr()
+    (tmp_path / "rag").write_text("the name of a template counts, not the file")
+    (tmp_path / "other.jinja").write_text("{% for m in messages %}({{ m.content }}){% endfor %}")
+    monkeypatch.chdir(tmp_path)
+    for chosen in ("rag", "other.jinja"):
+        assert main(["chat", "-q", "hello", "--chat-template", chosen]) == 0
+    assert [request.text for request in scheduler.requests[-2:]] == [scheduler.requests[0].text, "(hello)"]
     assert main(["chat", "-q", "hello", "--chat-template", "rug"]) == 1
     assert "chat_template is 'rug', which is neither Jinja2 nor the name" in capsys.readouterr().err
 

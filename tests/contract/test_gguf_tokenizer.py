@@ -422,7 +422,7 @@ def test_a_template_for_tools_is_chosen_where_there_are_tools(tmp_path: Path) ->
     assert found.named == named
     template = found.text
     messages = [{"role": "user", "content": "Hello"}]
-    with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(path))) as archive:
+    with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(read_model_info(str(path))))) as archive:
         archive.extractall(tmp_path / "unpacked")
     given = transformers.AutoTokenizer.from_pretrained(tmp_path / "unpacked")
     for tools, expected in ((None, "plain"), ([{"a": 1}], "{'a': 1}")):
@@ -432,7 +432,7 @@ def test_a_template_for_tools_is_chosen_where_there_are_tools(tmp_path: Path) ->
 
 def test_routers_are_given_the_files_that_they_know(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", BUNDLED, "Q4_0")
-    with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(path))) as archive:
+    with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(read_model_info(str(path))))) as archive:
         archive.extractall(tmp_path / "unpacked")
     given = transformers.AutoTokenizer.from_pretrained(tmp_path / "unpacked")
     ours = load_tokenizer(path)
@@ -440,7 +440,7 @@ def test_routers_are_given_the_files_that_they_know(tmp_path: Path) -> None:
         assert given.encode(text) == ours.encode(text).ids
     messages = [{"role": "user", "content": "Hello"}]
     assert given.apply_chat_template(messages, tokenize=False) == "Hello"
-    assert read_tokenizer_archive(path) == read_tokenizer_archive(path)
+    assert read_tokenizer_archive(read_model_info(str(path))) == read_tokenizer_archive(read_model_info(str(path)))
 
 
 @pytest.mark.parametrize(

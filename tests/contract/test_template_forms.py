@@ -86,7 +86,7 @@ def oracle_of(path: Path) -> Any:
 
 def unpacked(checkpoint: Path, tmp_path: Path) -> Path:
     """Return a folder with the tokenizer files that routers get from a checkpoint."""
-    with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(checkpoint))) as archive:
+    with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(read_model_info(str(checkpoint))))) as archive:
         archive.extractall(tmp_path / "unpacked")
     return tmp_path / "unpacked"
 

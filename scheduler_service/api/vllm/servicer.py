@@ -261,7 +261,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if self._intake.model.tokenizer_path is None:
             raise RefusedError(Reason.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
         if self._archive is None:
-            self._archive = asyncio.create_task(asyncio.to_thread(read_tokenizer_archive, self._intake.model.directory))
+            self._archive = asyncio.create_task(asyncio.to_thread(read_tokenizer_archive, self._intake.model))
             # If all callers are gone, the exception must still be retrieved, or asyncio logs an error.
             self._archive.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:

@@ -11,7 +11,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from pagewire.common.gguf import MAX_LISTING_BYTES, GgufFile, config_json, generation_config_json, is_gguf, read_bytes
 from pagewire.common.gguf.tokenizer_files import ADDED, NAMES, TokenizerFiles
-from scheduler_service.serving.checkpoint.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
 
 _CONFIG, _TOKENIZER, _TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
 _SMALL = ("config.json", "generation_config.json")
@@ -20,19 +20,19 @@ _CHUNK_BYTES = 64 * 1024
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed date, so that equal files give equal archives
 
 
-def read_tokenizer_archive(model: Path) -> bytes:
-    """Return a zip archive of the tokenizer's files, as bytes. `model` is a checkpoint directory or a GGUF file.
+def read_tokenizer_archive(model: ModelInfo) -> bytes:
+    """Return a zip archive of the files of a model's tokenizer, as bytes, with the chat template that is served.
 
     If the tokenizer is stored in files of another format, the archive contains an equivalent tokenizer.json and
     tokenizer_config.json.
 
     Raise OSError or ValueError if a file has become unreadable since the service started.
     """
-    contents = dict(_gguf_files(model) if is_gguf(model) else _directory_files(model))
-    template = read_model_info(str(model)).chat_template
+    path = model.directory
+    contents = dict(_gguf_files(path) if is_gguf(path) else _directory_files(path))
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
-        for name, content in {**contents, **_one_template(template, contents)}.items():
+        for name, content in {**contents, **_one_template(model.chat_template, contents)}.items():
             file.writestr(zipfile.ZipInfo(name, _EPOCH), content, zipfile.ZIP_DEFLATED)
     return archive.getvalue()
 

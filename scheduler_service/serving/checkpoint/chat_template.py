@@ -1,5 +1,6 @@
 """The chat template of a checkpoint: which file it is in, and whether it can be used. Routers and clients render it."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -10,6 +11,7 @@ from pagewire.common.chat.chat_template import refusals
 from pagewire.common.chat.template_sandbox import MAX_TEMPLATE_CHARS, BudgetExceeded
 from pagewire.common.gguf import read_settings, read_text
 
+_FLAG = "--chat-template"
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"  # names that transformers selects by itself
 _MAX_NAMED = 64
 _MAX_FILE_BYTES = 4 * MAX_TEMPLATE_CHARS
@@ -60,6 +62,19 @@ def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> 
     named |= _additional(directory / "additional_chat_templates")
     is_plain = path.name != "chat_template.json" and _is_plain(tokenizer_config)
     return _combined(named, path, is_plain=is_plain)
+
+
+def given_chat_template(given: str) -> ChatTemplate | None:
+    """Return the chat template that the option `--chat-template` gives: the path of a Jinja file, or the text of a
+    template, which contains a brace. Raise OSError or ValueError if it is neither or invalid."""
+    if "{" in given:
+        return _combined({_DEFAULT: given}, Path(_FLAG), is_plain=False)
+    if not os.path.isfile(given):
+        raise ValueError(
+            f"{_FLAG} is {given[:100]!r}, which is neither a file nor the text of a Jinja template; give the path of a "
+            "Jinja file"
+        )
+    return _combined({_DEFAULT: _read_text(Path(given))}, Path(given), is_plain=False)
 
 
 def chat_template_of(tokenizer_config: Mapping[str, Any], source: Path) -> ChatTemplate | None:

@@ -22,7 +22,12 @@ from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_diges
 from pagewire.common.wire.messages import SamplingParams
 from pagewire.network.families import text_settings
 from pagewire.network.families.reading import HIDDEN_SIZE, MAX_SIZE
-from scheduler_service.serving.checkpoint.chat_template import ChatTemplate, chat_template_of, read_chat_template
+from scheduler_service.serving.checkpoint.chat_template import (
+    ChatTemplate,
+    chat_template_of,
+    given_chat_template,
+    read_chat_template,
+)
 from scheduler_service.serving.checkpoint.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
 from scheduler_service.serving.checkpoint.sampling_defaults import ignored_settings, sampling_defaults
 
@@ -104,21 +109,23 @@ def read_model_info(model: str) -> ModelInfo:
     return read_model(model)[0]
 
 
-def read_model(model: str) -> tuple[ModelInfo, TokenizerFiles | None]:
+def read_model(model: str, chat_template: str | None = None) -> tuple[ModelInfo, TokenizerFiles | None]:
     """Read a model's files. Return a tuple: the model's properties, as from `read_model_info`, and the contents of the
     tokenizer's files, or None if the model has no tokenizer.
 
-    The tokenizer's files take much time to read and much memory to keep.
+    The tokenizer's files take much time to read and much memory to keep. `chat_template` is a Jinja file or the text of
+    a template that replaces all chat templates of the model.
     """
     path = Path(model)
+    given = None if chat_template is None else given_chat_template(chat_template)
     if is_gguf(path):
-        return _read_gguf(path)
+        return _read_gguf(path, given)
     if not path.is_dir():
         raise ValueError(f"--model is {model!r}, but that is neither a directory nor a GGUF file")
-    return _read_directory(path)
+    return _read_directory(path, given)
 
 
-def _read_directory(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
+def _read_directory(path: Path, given: ChatTemplate | None) -> tuple[ModelInfo, TokenizerFiles | None]:
     config_path, generation_path = path / "config.json", path / "generation_config.json"
     tokenizer = TokenizerFiles.in_directory(path)
     special_tokens = (settings_of(path, "") if tokenizer is None else tokenizer.settings).texts()
@@ -130,7 +137,7 @@ def _read_directory(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
         generation=read_settings(generation_path),
         generation_path=generation_path,
         special_tokens=special_tokens,
-        template=read_chat_template(path, read_settings(path / "tokenizer_config.json")),
+        template=given or read_chat_template(path, read_settings(path / "tokenizer_config.json")),
         tokenizer=tokenizer,
         end_token_id=None if tokenizer is None else tokenizer.token_id(special_tokens.get("eos_token", "")),
         digest=directory_digest(path, tokenizer),
@@ -139,7 +146,7 @@ def _read_directory(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
     return info, tokenizer
 
 
-def _read_gguf(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
+def _read_gguf(path: Path, given: ChatTemplate | None) -> tuple[ModelInfo, TokenizerFiles | None]:
     """Read the model's properties and tokenizer from a GGUF file. If a setting is invalid, the error names the file and
     the setting. The setting has the name that it has in config.json."""
     file = GgufFile.open(path)
@@ -152,7 +159,7 @@ def _read_gguf(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
         generation=generation_config_json(file),
         generation_path=path,
         special_tokens=tokenizer.settings.texts(),
-        template=chat_template_of(tokenizer.config, path),
+        template=given or chat_template_of(tokenizer.config, path),
         tokenizer=tokenizer,
         end_token_id=None,
         digest=file.digest,
