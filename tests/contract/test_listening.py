@@ -29,6 +29,7 @@ from pagewire.common.wire.transport.listening import (
     lower_grpc_pool_priority,
     refusal,
 )
+from pagewire.common.wire.transport.port_owner import owner_of
 from pagewire.common.wire.transport.tls import TlsFiles
 from pagewire.hosting.supervisor import free_port
 from testing.serving.certificates import Authority
@@ -69,7 +70,11 @@ def test_a_taken_port_is_one_clear_line(taken: int, command: list[str], flag: st
     done = subprocess.run(full, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 1
     assert done.stdout == ""
-    told = rf"\S+ \S+ CRITICAL \S+ cannot listen on 127\.0\.0\.1:{taken}: port {taken} is taken; choose another {flag}"
+    name = Path("/proc/self/comm").read_text().strip()
+    told = (
+        rf"\S+ \S+ CRITICAL \S+ cannot listen on 127\.0\.0\.1:{taken}: port {taken} is taken by "
+        rf"{re.escape(name)} \(process {os.getpid()}\); stop it, or choose another {flag}"
+    )
     assert re.fullmatch(told + "\n", done.stderr), done.stderr
 
 
@@ -87,6 +92,42 @@ def test_other_reasons_have_their_own_words(taken: int) -> None:
     for host in ("localhost", "0.0.0.0"):
         with pytest.raises(OSError, match=f"port {taken} is taken"):
             check_port(host, taken, "--port")
+
+
+@pytest.mark.parametrize(
+    ("bound", "tried", "is_named"),
+    [
+        ("127.0.0.1", "localhost", True),
+        ("127.0.0.1", "0.0.0.0", True),
+        ("0.0.0.0", "127.0.0.1", True),
+        ("127.0.0.2", "127.0.0.1", False),
+        ("::1", "::1", True),
+        ("::", "127.0.0.1", True),
+        ("::1", "127.0.0.1", False),
+        ("::1", "127.0.0.1.invalid", False),
+    ],
+)
+def test_the_process_that_has_a_port_is_named(bound: str, tried: str, is_named: bool) -> None:
+    code = (
+        "import socket, sys; family = socket.AF_INET6 if ':' in sys.argv[1] else socket.AF_INET\n"
+        "with socket.create_server((sys.argv[1], 0), family=family, dualstack_ipv6=sys.argv[1] == '::') as server:\n"
+        "    open('/proc/self/comm', 'w').write('a\\tb')\n"
+        "    print(server.getsockname()[1], flush=True); input()"
+    )
+    if ":" in bound and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    command = [sys.executable, "-c", code, bound]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        assert owner_of(tried, port) == (rf"a\tb (process {process.pid})" if is_named else "")
+        process.communicate("\n")
+    assert owner_of(tried, port) == ""
+
+
+def test_this_process_is_not_named(taken: int) -> None:
+    told = refusal(OSError(errno.EADDRINUSE, ""), "127.0.0.1", taken, "--http-port")
+    assert str(told) == f"cannot listen on 127.0.0.1:{taken}: port {taken} is taken; choose another --http-port"
 
 
 def test_a_port_of_the_system_is_refused() -> None:

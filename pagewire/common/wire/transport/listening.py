@@ -14,6 +14,7 @@ import grpc.aio
 from pagewire.common.wire.transport.addresses import UNIX_SCHEME, join, target
 from pagewire.common.wire.transport.interception import Ending, Enter, Interception, admit, ending
 from pagewire.common.wire.transport.message_size import MARGIN_BYTES, MAX_MESSAGE_BYTES
+from pagewire.common.wire.transport.port_owner import owner_of
 from pagewire.common.wire.transport.tls import TlsFiles
 
 # The limits on concurrent RPCs of one connection, and on RPCs of all connections that wait for the event loop. An RPC
@@ -164,14 +165,17 @@ def refusal(error: OSError, host: str, port: int, flag: str) -> OSError:
     """Convert an error of bind to an error whose message says why a server cannot listen, and which command line flag
     to change.
     """
+    owner = owner_of(passive_host(host), port) if error.errno == errno.EADDRINUSE else ""
     causes = {
-        errno.EADDRINUSE: (f"port {port} is taken", flag),
+        errno.EADDRINUSE: (f"port {port} is taken{owner and f' by {owner}'}", flag),
         errno.EADDRNOTAVAIL: ("this machine has no such address", _host_flag(flag)),
         errno.EACCES: (f"this user may not use port {port}", flag),
     }
     number = error.errno or 0
     cause, remedy = causes.get(number, (os.strerror(number) if number > 0 else str(error), flag))
-    return OSError(f"cannot listen on {join(host, port)}: {cause}; choose another {remedy}")
+    return OSError(
+        f"cannot listen on {join(host, port)}: {cause}; {'stop it, or ' if owner else ''}choose another {remedy}"
+    )
 
 
 def _host_flag(flag: str) -> str:
