@@ -5,6 +5,7 @@ meaning and values in Pagewire is an ordinary option and is not listed here.
 """
 
 import difflib
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -358,6 +359,8 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
     "attention_backend": lambda value: value.lower() if isinstance(value, str) else value,
     "served_model_name": _joined,
     "api_key": _joined,
+    # vLLM expects a JSON list.
+    "allowed_origins": lambda value: _joined(json.loads(value) if str(value).startswith('["') else value),
     "max_model_len": lambda value: None if value in (-1, "-1", "auto") else _expand_unit(value),
     "max_num_batched_tokens": _expand_unit,
     "max_num_seqs": _expand_unit,

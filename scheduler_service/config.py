@@ -7,7 +7,19 @@ import os
 from dataclasses import dataclass, field
 
 from pagewire.common.chat.chat_output import REASONING_PARSERS, TOOL_CALL_PARSERS, ChatRules
-from pagewire.common.option_limits import KEYS, ORIGINS, PORT, URL, at_least, between, check_options, flag, option
+from pagewire.common.option_limits import (
+    HOSTS,
+    KEYS,
+    ORIGINS,
+    PORT,
+    URL,
+    at_least,
+    between,
+    check_options,
+    flag,
+    listed,
+    option,
+)
 from pagewire.common.wire.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
 from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.core.scheduler_options import SchedulerOptions
@@ -144,8 +156,7 @@ class SchedulerConfig:
     def served_model_names(self) -> list[str]:
         """The names that requests may use for the served model, as configured, or an empty list. Responses contain the
         first name."""
-        given = (self.served_model_name or "").split(",")
-        return list(dict.fromkeys(name for each in given if (name := each.strip())))
+        return listed(self.served_model_name)
 
     @property
     def worker_addresses(self) -> list[str]:
@@ -182,7 +193,16 @@ class HttpOptions:
         PORT,
     )
     allowed_origins: str | None = option(
-        None, "origins of the web pages that may call --http-port, separated by commas, or * (default: none)", ORIGINS
+        None,
+        "origins of the web pages that may call --http-port, such as https://*.example.com, separated by commas, or *; "
+        "applications on this machine (app://, file://, tauri://, vscode-webview://, http://localhost) always may",
+        ORIGINS,
+    )
+    allowed_hosts: str | None = option(
+        None,
+        "names in the Host header of HTTP requests, separated by commas, beside --http-host, localhost and names under "
+        ".localhost and .internal (default: any other name only if --http-host is no loopback address)",
+        HOSTS,
     )
     any_model_name: bool = option(
         False, "answer HTTP requests whatever model they name, instead of refusing names that are not served"

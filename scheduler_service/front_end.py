@@ -7,9 +7,11 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from pagewire.common.option_limits import listed
 from pagewire.common.process.child_process import EXIT_ERROR
 from pagewire.common.process.watched_files import NamedFile, WatchedFiles
 from pagewire.common.wire.transport.dialling import Dialler
+from pagewire.common.wire.transport.host_names import HostNames
 from pagewire.common.wire.transport.tls import Life, link_files
 from scheduler_service.api.authentication import Authenticator
 from scheduler_service.api.grpc.report import decode_stats
@@ -133,15 +135,14 @@ def _make_http(
 ) -> "HttpServer":
     """Create the HTTP server of the OpenAI-compatible API and bind its port. Raise OSError if the port cannot be
     bound."""
-    from scheduler_service.api.http.call_admission import CallAdmission
+    from scheduler_service.api.http.call_admission import CallAdmission, Origins
     from scheduler_service.api.http.routes import Routes
     from scheduler_service.api.http.transport.http_server import HttpServer
 
     http, intake = config.http, servicer.intake
-    origins = [origin.strip() for origin in (http.allowed_origins or "").split(",")] if http.allowed_origins else []
     admission = CallAdmission(
-        http.http_host,
-        origins,
+        HostNames(http.http_host, listed(http.allowed_hosts), "--allowed-hosts"),
+        Origins(listed(http.allowed_origins), "--allowed-origins"),
         service.tenants,
         intake,
         link.availability.served_model_names,

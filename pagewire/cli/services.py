@@ -111,6 +111,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "OpenAI API": (
         "http_host",
         "allowed_origins",
+        "allowed_hosts",
         "any_model_name",
         "lenient",
         "strict_tools",

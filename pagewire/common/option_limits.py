@@ -43,7 +43,20 @@ KEYS = Limit(
     lambda value: bool(re.fullmatch(r"[!-+\--~]+(,[!-+\--~]+)*", value)),
 )
 HIDDEN = "(hidden)"  # in place of a secret value in messages
-ORIGINS = Limit("* or SCHEME://HOST:PORT, several separated by commas", lambda value: bool(_ORIGINS.fullmatch(value)))
+ORIGINS = Limit(
+    "* or SCHEME://HOST:PORT, several separated by commas, * for any text in them",
+    lambda value: bool(_ORIGINS.fullmatch(value)),
+)
+HOSTS = Limit(
+    "a host name without port, several separated by commas, * for any text",
+    lambda value: bool(re.fullmatch(r"\s*[\w.*:\[\]-]+\s*(,\s*[\w.*:\[\]-]+\s*)*", value)) and "://" not in value,
+)
+
+
+def listed(text: str | None) -> list[str]:
+    """Return the parts of an option's value that are separated by commas, without spaces, empty parts and
+    repetitions."""
+    return list(dict.fromkeys(part for each in (text or "").split(",") if (part := each.strip())))
 
 
 def option(

@@ -1,6 +1,7 @@
 """Admission to the HTTP API. Checks the caller, the origin and the model of each call, and limits the bytes that all
 calls hold."""
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -15,12 +16,37 @@ from scheduler_service.serving.tenants.caller import Call, Caller
 from scheduler_service.serving.tenants.tenant_file import TenantFile
 from scheduler_service.serving.turns import PIECE_SIZE, TenantBytes
 
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _SESSION_HEADER = b"x-session-id"
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 # Limit of all bodies larger than PIECE_SIZE that are being received. A tenant may use a quarter of it.
 MAX_BODIES_BYTES = 64 << 20
 # Limit of all requests decoded from such bodies, in bytes of their bodies. A request counts until its call ends.
 MAX_REQUESTS_BYTES = 1 << 30
+
+
+# The origins of pages that an application on this machine shows, not a web site: desktop applications, extensions of
+# editors, and web servers on this machine. A web site cannot have these origins: browsers resolve localhost to this
+# machine, and send the origin null for files and for frames without an origin.
+_LOCAL_ORIGINS = (
+    *("app://*", "file://*", "tauri://*", "vscode-webview://*", "vscode-file://*"),
+    *("http://tauri.localhost", "https://tauri.localhost"),
+    *(f"{scheme}://{host}{port}" for scheme in ("http", "https") for host in _LOOPBACK for port in ("", ":*")),
+)
+
+
+class Origins:
+    """The origins whose pages may call the HTTP API from a browser: applications on this machine, and the configured
+    origins."""
+
+    def __init__(self, allowed: Sequence[str], flag: str) -> None:
+        """Allow the given origins too, in which * matches any text. A single * allows every origin. `flag` is their
+        command line flag, for error messages."""
+        patterns = [
+            re.escape(each).replace(r":\*", ":[0-9]+").replace(r"\*", "[^/]*") for each in (*_LOCAL_ORIGINS, *allowed)
+        ]
+        self.pattern = re.compile(".*" if "*" in allowed else "|".join(patterns))
+        self.flag = flag
 
 
 class CallAdmission:
@@ -30,8 +56,8 @@ class CallAdmission:
 
     def __init__(
         self,
-        host: str,
-        allowed_origins: Sequence[str],
+        hosts: HostNames,
+        origins: "Origins",
         tenants: TenantFile | None,
         intake: Intake,
         model_names: Callable[[], Sequence[str]],
@@ -41,31 +67,35 @@ class CallAdmission:
         """Create the admission control of an HTTP server.
 
         Args:
-            host: The address that the server listens on.
-            allowed_origins: The origins whose web pages may call the API.
+            hosts: The allowed values of the Host header.
+            origins: The origins whose pages may call the API.
             tenants: The tenants and their API keys, or None if no tenants are configured.
             intake: Gives the reason for the error if the name of the served model is not known yet.
             model_names: Returns the names of the served model that requests may use. Answers contain the first name.
             accepts_any_model_name: Whether requests may use any other name too.
         """
-        self.allowed_origins = allowed_origins
+        self.origins = origins
         self.model_names = model_names
         self._tenants = tenants
         self._intake = intake
         self._takes_any_model_name = accepts_any_model_name
-        self.hosts = HostNames(host)  # allowed values of the Host header
+        self._hosts = hosts
         self._bodies = TenantBytes("bodies", MAX_BODIES_BYTES, max(MAX_BODY_BYTES, MAX_BODIES_BYTES // 4))
         self._requests = TenantBytes("requests", MAX_REQUESTS_BYTES, MAX_REQUESTS_BYTES // 4)
 
     def check_origin(self, scope: Scope) -> None:
-        """Refuse an HTTP call that a web page of another origin has made, unless `allowed_origins` contains the origin.
-        Raises HttpRefusal. GET and HEAD are always allowed. The server must check other methods itself: a browser hides
-        the answer from the page, but still sends the call."""
+        """Refuse an HTTP call for another host's name, or that a web page of another origin has made, unless the origin
+        is allowed. Raises HttpRefusal. GET and HEAD are allowed to all origins. The server must check other methods
+        itself: a browser hides the answer from the page, but still sends the call."""
         headers = scope["header_values"]
-        origin = headers.get(b"origin")
-        is_open = scope["method"] in ("GET", "HEAD") or not {"*", origin}.isdisjoint(self.allowed_origins)
-        if origin is not None and not is_open and origin.partition("://")[2] != headers.get(b"host", "localhost"):
-            raise HttpRefusal(403, f"web pages of the origin {origin[:80]!r} may not call; add it to --allowed-origins")
+        host, origin = headers.get(b"host", "localhost"), headers.get(b"origin")
+        if why := self._hosts.refusal(host):
+            raise HttpRefusal(403, why)
+        is_open = origin is None or scope["method"] in ("GET", "HEAD") or origin.partition("://")[2] == host
+        if origin is not None and not is_open and not self.origins.pattern.fullmatch(origin):
+            raise HttpRefusal(
+                403, f"web pages of the origin {origin[:80]!r} may not call; add it to {self.origins.flag}"
+            )
 
     def call(self, scope: Scope) -> Call:
         """Authenticate an HTTP call by its API key or its client certificate. Return the caller, the session id and the

@@ -13,9 +13,12 @@ import pytest
 from openai.types import Model
 
 from pagewire.common import __version__
+from pagewire.common.wire.transport.host_names import HostNames
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.api.http import body, routes
+from scheduler_service.api.http.call_admission import Origins
 from scheduler_service.api.http.transport import connection, event_stream
+from scheduler_service.config import FrontEndConfig, HttpOptions
 from testing.seeds import seeded
 from testing.serving.certificates import Authority
 from testing.serving.http_server import DONE, HttpServer, serve_http, server_of_the_module
@@ -157,16 +160,115 @@ async def test_a_compressed_body_is_refused(server: HttpServer) -> None:
 
 
 async def test_another_hosts_name_is_refused(server: HttpServer) -> None:
-    for host, status in {"localhost:1": 200, "127.0.0.1": 200, "[::1]:80": 200, "evil.example": 403, "": 403}.items():
+    accepted = (
+        "localhost:1",
+        "127.0.0.1",
+        "[::1]:80",
+        "host.docker.internal:8000",
+        "pagewire.LOCALHOST",
+        "a.b.internal",
+    )
+    refused = (
+        "evil.example",
+        "",
+        "localhost.evil.example",
+        "internal.evil.example",
+        "127.0.0.1.evil.example",
+        "internal",
+    )
+    for host in (*accepted, *refused):
         response = await server.client.get("/v1/models", headers={"host": host})
-        assert response.status_code == status, host
+        assert response.status_code == (200 if host in accepted else 403), host
+    assert response.json()["error"]["message"].endswith(
+        "is not this machine; use 127.0.0.1 or localhost, or add the name to --allowed-hosts"
+    )
+
+
+async def test_further_names_of_hosts_are_allowed(model: Path) -> None:
+    async with serve_http(model, front={"allowed_hosts": "box.local, *.lan.example,[::2]"}) as server:
+        for host, status in {
+            "box.local:80": 200,
+            "a.lan.example": 200,
+            "[::2]": 200,
+            "localhost": 200,
+            "lan.example": 403,
+            "a.box.local": 403,
+            "a.lan.example.evil": 403,
+        }.items():
+            assert (await server.client.get("/version", headers={"host": host})).status_code == status, host
+
+
+def test_a_server_on_all_addresses_may_name_its_hosts() -> None:
+    assert HostNames("0.0.0.0").refusal("any.example:80") == ""
+    named = HostNames("0.0.0.0", ["box.local"], "--allowed-hosts")
+    assert named.refusal("box.local:80") == named.refusal("localhost") == named.refusal("0.0.0.0:80") == ""
+    assert named.refusal("any.example:80").startswith("the host 'any.example:80' is not this machine")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("allowed_hosts", each) for each in ("http://a", "a b", "a/b", "", ",", "a,,b", "a;b")]
+)
+def test_bad_names_of_hosts_are_refused(option: str, value: str) -> None:
+    with pytest.raises(ValueError, match=r"^--allowed-hosts is .*, but must be a host name without port"):
+        FrontEndConfig(model="m", http=HttpOptions(**{option: value})).validate()
+
+
+LOCAL = (
+    *("app://obsidian.md", "file://", "tauri://localhost", "vscode-webview://1kq0r", "vscode-file://vscode-app"),
+    *("http://localhost", "https://localhost:3000", "http://127.0.0.1:8080", "http://[::1]:1"),
+    *("http://tauri.localhost", "https://tauri.localhost"),
+)
+
+
+async def test_pages_of_applications_on_this_machine_may_call(server: HttpServer) -> None:
+    for origin in LOCAL:
+        asks = {
+            "origin": origin,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type",
+            "access-control-request-private-network": "true",
+        }
+        asked = await server.client.options(PATH, headers=asks)
+        assert asked.status_code == 200, origin
+        answer = await server.post(PATH, headers={"origin": origin}, prompt="x", max_tokens=1)
+        assert answer.status_code == 200, origin
+        for each in (asked, answer):
+            assert each.headers["access-control-allow-origin"] == origin
+            assert "access-control-allow-credentials" not in each.headers
+        assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+
+
+async def test_web_sites_may_neither_call_nor_read(server: HttpServer) -> None:
+    """Invariant: a web site can neither send a request that does anything, nor read an answer."""
+    names = (
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "evil.example:80",
+        "app",
+        "a.localhost",
+    )
+    origins = [f"{scheme}://{name}" for scheme in ("http", "https") for name in names]
+    origins += ["null", "http://localhost:8000.evil.example/", "xapp://a", "web+app://a", "chrome-extension://a", "*"]
+    for origin in origins:
+        for response in (
+            await server.post(PATH, headers={"origin": origin, "content-type": "text/plain"}, prompt="x"),
+            await server.client.options(PATH, headers={"origin": origin, "access-control-request-method": "POST"}),
+        ):
+            assert response.status_code == 403, origin
+            assert "access-control-allow-origin" not in response.headers
+            assert response.json()["error"]["message"].endswith("may not call; add it to --allowed-origins")
+        read = await server.client.get("/v1/models", headers={"origin": origin})
+        assert "access-control-allow-origin" not in read.headers
+        rebound = await server.client.get("/v1/models", headers={"origin": origin, "host": "evil.example"})
+        assert rebound.status_code == 403
 
 
 async def test_web_pages_may_call_where_that_is_asked_for(model: Path, server: HttpServer) -> None:
     asks = {"origin": "https://app.example", "access-control-request-method": "POST"}
     assert (await server.client.options(PATH, headers=asks)).status_code == 403
     own = server.url  # the server's own origin
-    for origin, status in {asks["origin"]: 403, "null": 403, own: 200, own + "1": 403}.items():
+    for origin, status in {asks["origin"]: 403, "null": 403, own: 200, own + ".example": 403}.items():
         # Browsers send such a request without a preflight request.
         headers = {"origin": origin, "content-type": "text/plain"}
         assert (await server.post(PATH, headers=headers, prompt="x")).status_code == status
@@ -177,9 +279,26 @@ async def test_web_pages_may_call_where_that_is_asked_for(model: Path, server: H
         answer = await opened.post(PATH, headers={"origin": asks["origin"]}, prompt="x")
         assert answer.headers["access-control-allow-origin"] == asks["origin"]
         stranger = await opened.client.options(PATH, headers=asks | {"origin": "https://evil.example"})
-        assert (stranger.status_code, "access-control-allow-origin" in stranger.headers) == (400, False)
+        assert (stranger.status_code, "access-control-allow-origin" in stranger.headers) == (403, False)
         rebound = await opened.client.options(PATH, headers=asks | {"host": "evil.example"})
         assert (rebound.status_code, "access-control-allow-origin" in rebound.headers) == (403, False)
+
+
+def test_origins_with_wildcards() -> None:
+    pattern = Origins(["https://*.example.com", "http://box:*"], "").pattern
+    for origin in ("https://a.example.com", "https://a.b.example.com", "http://box:1", "http://localhost:1"):
+        assert pattern.fullmatch(origin), origin
+    for origin in (
+        "https://example.com",
+        "http://a.example.com",
+        "https://a.example.com.evil",
+        "https://axexample.com",
+        "https://evil/.example.com",
+        "http://box",
+        "null",
+    ):
+        assert not pattern.fullmatch(origin), origin
+    assert all(Origins(["*"], "").pattern.fullmatch(origin) for origin in ("null", "https://evil.example"))
 
 
 async def test_the_head_has_bounds(server: HttpServer) -> None:

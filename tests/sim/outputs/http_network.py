@@ -12,9 +12,10 @@ from typing import Any
 from unittest import mock
 
 from pagewire.client.wire import decode_failure
+from pagewire.common.wire.transport.host_names import HostNames
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.api.grpc.request_servicer import RequestServicer
-from scheduler_service.api.http.call_admission import CallAdmission
+from scheduler_service.api.http.call_admission import CallAdmission, Origins
 from scheduler_service.api.http.routes import Routes
 from scheduler_service.api.http.transport.http_server import HttpServer
 from scheduler_service.links.scheduler.scheduler_link import SchedulerLink
@@ -38,7 +39,9 @@ _STATUSES = {"rate_limit_error": 429, "service_unavailable_error": 503, "invalid
 def make_server(servicer: RequestServicer, link: SchedulerLink) -> HttpServer:
     """Return the HTTP API of a front end, without a port."""
     intake = servicer.intake
-    admission = CallAdmission("127.0.0.1", (), None, intake, lambda: ("toy",), accepts_any_model_name=False)
+    admission = CallAdmission(
+        HostNames("127.0.0.1"), Origins((), ""), None, intake, lambda: ("toy",), accepts_any_model_name=False
+    )
     with mock.patch.object(socket, "create_server", return_value=socket.socket()):
         routes = Routes(intake, link.forwarder.forward, admission, bytes, is_lenient=False)
         return HttpServer("127.0.0.1", 0, None, admission, routes)

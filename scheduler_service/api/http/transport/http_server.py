@@ -43,11 +43,14 @@ class HttpServer:
         self._comments: set[asyncio.Task[None]] = set()
         self._unread = UnreadAnswers()
         self._socket = Listener(_bound(host, port), max_open_connections() // 2)  # the other half is for gRPC
-        self._application: ASGIApp = self._serve
-        if admission.allowed_origins:
-            self._application = CORSMiddleware(
-                self._serve, admission.allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
-            )
+        self._for_pages = CORSMiddleware(
+            self._serve,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_origin_regex=admission.origins.pattern.pattern,
+            allow_private_network=True,
+            expose_headers=["*"],
+        )
         self._server = _Server(
             uvicorn.Config(
                 self,
@@ -82,23 +85,24 @@ class HttpServer:
             await serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one HTTP call as an ASGI application. If the Host header of the call is not allowed, answer with an
-        error of status 403. CORS preflight requests, which browsers send for web pages of other origins, are answered
-        if origins are allowed."""
+        """Serve one HTTP call as an ASGI application. If the call's Host or Origin is not allowed, answer with an error
+        of status 403. CORS preflight requests, which browsers send for pages of other origins, are answered if the
+        origin is allowed."""
         send = partial(_send_named, send, f"req_{secrets.token_hex(12)}".encode())
         # If a header occurs several times, use the first value.
         scope["header_values"] = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
-        if why := self._admission.hosts.refusal(scope["header_values"].get(b"host", "localhost")):
-            await error_response(HttpRefusal(403, why), scope["path"])(scope, receive, send)
-        else:
-            await self._application(scope, receive, send)
+        application = self._for_pages if b"origin" in scope["header_values"] else self._serve
+        try:
+            self._admission.check_origin(scope)
+        except HttpRefusal as refused:
+            application = error_response(refused, scope["path"])
+        await application(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         send = partial(self._unread.send, send, scope)
         stream = scope["stream"] = EventStream(send)
         self._streams.add(stream)
         try:
-            self._admission.check_origin(scope)
             await self._routes(scope, receive, send)
         except HTTPException as error:
             await _refuse(_unrouted(error.status_code, scope), stream, scope, receive, send)
