@@ -4,8 +4,11 @@ This module imports none of these packages. `python -m pagewire.installation gpu
 GPU checks from a source tree.
 """
 
+import contextlib
 import importlib.util
+import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -78,6 +81,19 @@ NEEDED = {
     # Not an extra: the GPU checks, which run from a source tree.
     "gpu": (*_SERVE, Package("triton", "triton", "3.6"), _TRANSFORMERS),
 }
+
+
+def commit() -> str:
+    """Return the abbreviated commit from which this Pagewire was installed or runs, or an empty text if it is unknown.
+    In a clone with uncommitted changes, it ends with "-dirty"."""
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError, metadata.PackageNotFoundError):
+        # A directory of packages may be in another project's repository.
+        if (_TREE / ".git").exists() and 'name = "pagewire"' in (_TREE / "pyproject.toml").read_text():
+            git = ["git", "-C", str(_TREE), "describe", "--always", "--exclude=*", "--abbrev=7", "--dirty"]
+            return subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        origin = json.loads(metadata.distribution("pagewire").read_text("direct_url.json") or "{}")
+        return str(origin.get("vcs_info", {}).get("commit_id", ""))[:7]
+    return ""
 
 
 def shortage(extra: str = "") -> str | None:

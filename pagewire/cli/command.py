@@ -118,7 +118,10 @@ def dispatch(
         return SUCCESS if arguments else USAGE
     name, *rest = arguments
     if name in ("-V", "--version"):
-        print(f"pagewire {__version__}")
+        from pagewire.installation import commit
+
+        known = commit()
+        print(f"pagewire {__version__}{known and f' (commit {known})'}")
         return SUCCESS
     if name not in verbs:
         from pagewire.compatibility import FOREIGN_VERBS, suggestion
