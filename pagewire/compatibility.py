@@ -53,19 +53,20 @@ _TEMPLATE = "requests set chat_template_kwargs; another template can have other 
 _GUIDANCE = "llguidance compiles all grammars"
 _STATES = "no architecture with recurrent state is supported"
 _DISK = "each rank maps the weight files into its memory"
+_SHARED_BLOCKS = "all requests share the KV cache; see `kv_cache_memory`, `swap_space` and `enable_prefix_caching`"
 _KERNELS = "see `attention_backend` and `cpu_products`"
-
 # Option names, separated by spaces, and their treatment. A name that ends in ! is a flag without a value, a name that
 # ends in * is a flag with several values.
 _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     ("trust_remote_code!", Foreign(_NO_CODE)),
     ("skip_tokenizer_init!", Foreign("prompts of token ids are not tokenized anyway")),
-    ("seed", Foreign("seeds are set in requests; a request without a seed is random", (None, 0))),
+    ("seed", Foreign("seeds are set in requests; a request without a seed is random", (None, 0, -1))),
     ("disable_log_stats!", Foreign("statistics are exported as metrics, not logged", (None, False, True))),
     ("disable_log_requests!", Foreign("requests are logged only with `log_requests`", (None, False, True))),
     (
         "max_log_len log_config_file uvicorn_log_level disable_uvicorn_access_log! disable_access_log_for_endpoints "
-        "enable_log_outputs! enable_log_deltas! log_error_stack! enable_logging_iteration_details! verbose!",
+        "enable_log_outputs! enable_log_deltas! log_error_stack! enable_logging_iteration_details! verbose! "
+        "log_disable! log_file log_colors log_jsonl! verbosity log_prefix! log_timestamps! log_prompts_dir perf!",
         Foreign("logging is configured by `log_level`, `log_format` and `log_requests`", (None, False)),
     ),
     (
@@ -113,6 +114,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "safetensors_prefetch_block_size ignore_patterns* pt_load_map_location model_loader_extra_config",
         Foreign(_DISK, (None, False, True, "auto", "lazy", {})),
     ),
+    ("load_mode lazy_mode direct_io!", Foreign(_DISK, (None, "auto", "mmap"))),
     ("mmap!", Foreign(_DISK, (None, True))),
     ("mlock!", Foreign("weights stay in memory if the system has enough", (None, False))),
     ("guided_decoding_backend", Foreign(_GUIDANCE, (None, "auto", "guidance"))),
@@ -151,6 +153,26 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     ),
     ("api_server_count renderer_num_workers", Foreign("run more front ends: `pagewire frontend`", (None, 1))),
     ("grpc!", Foreign("gRPC is always served", (None, False, True))),
+    (
+        "threads_batch threads_http cpu_mask cpu_range cpu_strict prio poll cpu_mask_batch cpu_range_batch "
+        "cpu_strict_batch prio_batch poll_batch numa",
+        Foreign("see `num_threads`; taskset and numactl choose the processors", (None, 0, -1)),
+    ),
+    (
+        "no_host! swa_full! defrag_thold kv_unified_per_slot ctx_checkpoints swa_checkpoints checkpoint_min_step "
+        "cache_ram cache_reuse slot_prompt_similarity slot_save_path fit_target fit_ctx moe_cache_mib "
+        "check_tensors!",
+        Foreign(_SHARED_BLOCKS, (None, False, -1, 0)),
+    ),
+    (
+        "fit kv_offload! op_offload! repack! kv_unified! cache_idle_slots!",
+        Foreign(_SHARED_BLOCKS, (None, True, "on")),
+    ),
+    ("ui! webui! ui_config ui_config_file webui_config webui_config_file ui_mcp_proxy! webui_mcp_proxy!",
+     Foreign("there is no web page for chats: use `pagewire chat`, or a client of the OpenAI API", (None, False))),
+    ("tags", Foreign("models have no tags; see `served_model_name`")),
+    ("embd_normalize", _refused("embeddings always have unit length", 2)),
+    ("timeout sse_ping_interval", Foreign("timeouts of connections are fixed; requests may set a timeout")),
     ("n_gpu_layers", Foreign("all layers are on one device; see `device`")),
     ("ubatch_size", Foreign("see `max_num_batched_tokens`")),
     ("cont_batching!", Foreign("continuous batching is always on", (None, True))),
@@ -158,9 +180,23 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     ("tokenizer_mode", _refused("the tokenizer is the checkpoint's tokenizer.json", "auto", "hf", "fast", "slow")),
     ("generation_config", _refused("give sampling_params; the default is the checkpoint's own parameters", "auto")),
     (
-        "override_generation_config temp top_k top_p min_p repeat_penalty predict",
+        "override_generation_config temp temperature top_k top_p min_p repeat_penalty presence_penalty "
+        "frequency_penalty predict ignore_eos! logit_bias",
         _refused("set it in requests, or edit generation_config.json in a copy of the checkpoint directory", {}),
     ),
+    ("reverse_prompt special!", _refused("set stop and skip_special_tokens in requests")),
+    ("escape!", Foreign("prompts are used as they are", (None, False, True))),
+    ("props!", _refused("the options of a running server cannot change")),
+    ("grammar grammar_file json_schema json_schema_file", _refused("set structured_outputs in requests")),
+    (
+        "top_n_sigma top_nsigma xtc_probability xtc_threshold typical typical_p repeat_last_n dry_multiplier dry_base "
+        "dry_allowed_length dry_penalty_last_n dry_sequence_breaker adaptive_target adaptive_decay dynatemp_range "
+        "dynatemp_exp mirostat mirostat_lr mirostat_ent samplers sampler_seq sampling_seq",
+        _refused("sampling has temperature, top_k, top_p, min_p, penalties and logit_bias, which requests set", 0, -1),
+    ),
+    ("backend_sampling!", Foreign("tokens are always sampled on the device", (None, False, True))),
+    ("context_shift! keep", _refused("a request ends when it fills the context: see `max_model_len`", 0)),
+    ("spm_infill!", _refused("there is no endpoint for infilling; send the whole prompt to /v1/completions")),
     ("tokenizer", _refused("the tokenizer comes from the checkpoint: put another tokenizer.json into its directory")),
     (
         "tokenizer_revision",
@@ -171,10 +207,15 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     ("code_revision", _refused(_NO_CODE, "main")),
     ("download_dir", _refused("set the variable HF_HOME, or give the checkpoint's directory")),
     ("hf_token", _refused("set the variable HF_TOKEN")),
-    ("hf_repo hf_file model_url", _refused("give the id on the hub, or the file, as MODEL")),
+    ("offline!", _refused("set the variable HF_HUB_OFFLINE=1")),
+    ("cache_list!", _refused("`hf cache ls` lists the models that were downloaded")),
+    ("list_devices!", _refused("`nvidia-smi -L` lists the devices; see `device`")),
+    ("completion_bash!", _refused("`pagewire completion bash` prints the script")),
+    ("hf_repo hf_file model_url docker_repo", _refused("give the id on the hub, or the file, as MODEL")),
     ("hf_config hf_config_path hf_overrides model_class_overrides", _refused(_OWN_CONFIG, {})),
     (
-        "rope_scaling rope_theta rope_freq_base rope_freq_scale yarn_orig_ctx disable_sliding_window!",
+        "rope_scaling rope_theta rope_scale rope_freq_base rope_freq_scale yarn_orig_ctx yarn_ext_factor "
+        "yarn_attn_factor yarn_beta_slow yarn_beta_fast override_kv disable_sliding_window!",
         _refused(_OWN_CONFIG, {}),
     ),
     ("config_format", _refused("config.json, or a GGUF file, says what the model is", "auto", "hf")),
@@ -194,7 +235,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "eplb_window_size eplb_step_interval eplb_log_balancedness! enable_dbo! dbo_decode_token_threshold "
         "dbo_prefill_token_threshold enable_elastic_ep! enable_ep_weight_filter! enable_batch_sharded_sampling! "
         "dcp_comm_backend dcp_q_replicate! dcp_kv_cache_interleave_size cp_kv_cache_interleave_size split_mode "
-        "tensor_split main_gpu",
+        "tensor_split main_gpu rpc",
         _refused(_RANKS, {}),
     ),
     ("decode_context_parallel_size prefill_context_parallel_size", _refused(_RANKS, 1)),
@@ -216,7 +257,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     (
         "offload_backend offload_group_size offload_num_in_group offload_prefetch_step offload_params* cpu_moe! "
         "n_cpu_moe "
-        "override_tensor",
+        "n_cpu_ffn override_tensor",
         _refused(_ON_DEVICE, 0, "auto"),
     ),
     ("kv_offloading_backend", _refused("see `swap_space`", "native")),
@@ -226,23 +267,42 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "speculative_disable_by_batch_size ngram_prompt_lookup_max ngram_prompt_lookup_min spec_method spec_model "
         "spec_tokens spec_decoding_acceptance_method typical_acceptance_sampler_posterior_threshold "
         "typical_acceptance_sampler_posterior_alpha disable_logprobs_during_spec_decoding! use_fp64_gumbel! "
-        "model_draft draft_max draft_min",
-        _refused("Pagewire has no speculative decoding"),
+        "model_draft draft draft_n draft_max draft_min draft_n_min draft_p_min draft_p_split spec_type spec_default! "
+        "hf_repo_draft gpu_layers_draft n_gpu_layers_draft device_draft threads_draft threads_batch_draft "
+        "cache_type_k_draft cache_type_v_draft override_tensor_draft cpu_moe_draft! n_cpu_moe_draft cpu_mask_draft "
+        "cpu_range_draft cpu_strict_draft prio_draft poll_draft cpu_mask_batch_draft cpu_strict_batch_draft "
+        "prio_batch_draft poll_batch_draft lookup_cache_static lookup_cache_dynamic "
+        "spec_draft_type_k spec_draft_type_v spec_draft_hf spec_draft_threads spec_draft_threads_batch "
+        "spec_draft_cpu_mask spec_draft_cpu_range spec_draft_cpu_strict spec_draft_prio spec_draft_poll "
+        "spec_draft_cpu_mask_batch spec_draft_cpu_strict_batch spec_draft_prio_batch spec_draft_poll_batch "
+        "spec_draft_override_tensor spec_draft_cpu_moe! spec_draft_n_cpu_moe spec_draft_n_max spec_draft_n_min "
+        "spec_draft_p_split spec_draft_p_min spec_draft_backend_sampling! spec_draft_sampling spec_draft_device "
+        "spec_draft_ngl spec_draft_model spec_ngram_mod_n_min spec_ngram_mod_n_max spec_ngram_mod_n_match "
+        "spec_ngram_simple_size_n spec_ngram_simple_size_m spec_ngram_simple_min_hits spec_ngram_map_k_size_n "
+        "spec_ngram_map_k_size_m spec_ngram_map_k_min_hits spec_ngram_map_k4v_size_n spec_ngram_map_k4v_size_m "
+        "spec_ngram_map_k4v_min_hits spec_ngram_size_n spec_ngram_size_m spec_ngram_min_hits",
+        _refused("Pagewire has no speculative decoding", "none"),
     ),
     (
         "enable_lora! lora_modules* max_loras max_lora_rank lora_extra_vocab_size lora_dtype long_lora_scaling_factors "
         "max_cpu_loras fully_sharded_loras! default_mm_loras enable_lora_bias! enable_tower_connector_lora! "
         "lora_target_modules* specialize_active_lora! enable_mixed_moe_lora_format! enable_moe_shared_loras! "
         "qlora_adapter_name_or_path enable_prompt_adapter! prompt_adapters* max_prompt_adapters "
-        "max_prompt_adapter_token lora lora_scaled control_vector",
+        "max_prompt_adapter_token lora lora_scaled lora_init_without_apply! control_vector control_vector_scaled "
+        "control_vector_layer_range*",
         _refused("Pagewire serves one model, without adapters"),
     ),
     ("runner", _refused(_TEXT_ONLY, "auto", "generate", "pooling")),
     ("task", _refused(_TEXT_ONLY, "auto", "generate", "embed", "embedding")),
     ("convert", _refused(_TEXT_ONLY, "auto", "none", "embed")),
-    ("enable_mm_embeds! enable_prompt_embeds! mm_encoder_only! mmproj", _refused(_TEXT_ONLY)),
+    ("enable_mm_embeds! enable_prompt_embeds! mm_encoder_only! mmproj mmproj_url media_path", _refused(_TEXT_ONLY)),
+    (
+        "no_mmproj! mmproj_auto! mmproj_offload! mmproj_device image_min_tokens image_max_tokens mtmd_batch_max_tokens "
+        "video_fps video_timestamp_interval video_ffmpeg_dir",
+        Foreign(_TEXT_ONLY, (None, False, True)),
+    ),
     ("io_processor_plugin diffusion_config ec_transfer_config ec_manager_config tool_server", _refused(_TEXT_ONLY)),
-    ("reranking! enable_flash_late_interaction!", _refused(_TEXT_ONLY)),
+    ("reranking! rerank! enable_flash_late_interaction!", _refused(_TEXT_ONLY)),
     ("embedding!", Foreign("embeddings are always served", (None, True))),
     (
         "pooler_config override_pooler_config pooling",
@@ -279,7 +339,15 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         Foreign(_STATES, (None, False, "auto")),
     ),
     ("api_key_file", _refused("set the variable PAGEWIRE_API_KEY, or `api_key`, to the keys, separated by commas")),
-    ("default_chat_template_kwargs cohere_format", _refused(_TEMPLATE)),
+    ("default_chat_template_kwargs chat_template_kwargs cohere_format", _refused(_TEMPLATE, {})),
+    (
+        "reasoning reasoning_effort reasoning_budget reasoning_budget_message",
+        _refused("requests set reasoning_effort or thinking_token_budget", "auto", "default", -1),
+    ),
+    ("reasoning_preserve! prefill_assistant! skip_chat_parsing!", Foreign(_PARSERS, (None, True))),
+    ("tools tools_runtime mcp_servers_config mcp_servers_json agent!", _refused("clients run the tools")),
+    ("models_dir models_preset models_max models_autoload!", _refused("one server serves one model", True, 4)),
+    ("sleep_idle_seconds", _refused("end the process to free its memory", -1)),
     ("trust_request_chat_template!", _refused("clients over gRPC render the template themselves")),
     ("response_role cohere_is_reasoning_model!", _refused("the chat template determines the roles", "assistant", True)),
     (
@@ -288,7 +356,8 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         _refused("see `tls_cert`, `tls_key` and `tls_client_ca`, for HTTP and gRPC", 0),
     ),
     (
-        "root_path middleware* allow_credentials! allowed_methods allowed_headers",
+        "root_path middleware* allow_credentials! allowed_methods allowed_headers api_prefix path reuse_port! "
+        "cors_methods cors_headers cors_credentials!",
         _refused("put a proxy in front of the OpenAI API; see `allowed_origins`"),
     ),
     ("enable_tokenizer_info_endpoint!", Foreign("/tokenizer_info is always served", (None, False, True))),
@@ -347,6 +416,8 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "batch_size": _translation_to("max_num_batched_tokens"),
     "threads": _translation_to("num_threads", -1),
     "alias": _translation_to("served_model_name"),
+    "cors_origins": _translation_to("allowed_origins", "localhost"),
+    "cache_prompt": lambda value: {"enable_prefix_caching": bool(value)},
     "chat_template_file": lambda value: {"chat_template": str(value)},
 }
 
@@ -384,6 +455,32 @@ FOREIGN_VERBS = {
     "pagewire bench serve": "`vllm bench serve` and `guidellm` measure the OpenAI API: see docs/performance.md",
     "pagewire demo": "`pagewire run storyteller` serves the bundled model, for a chat or a prompt",
     "pagewire stop": "Ctrl-C or SIGTERM ends a server; `pagewire run` ends its own",
+    "pagewire show": "`pagewire status` shows a running server, and GET /v1/models describes its model",
+    "pagewire create": "instead of a Modelfile: `pagewire chat --system TEXT`, `pagewire serve --chat-template FILE`",
+    "pagewire cp": "copy the directory; `pagewire serve --served-model-name NAME` gives a model another name",
+    "pagewire push": "`hf upload` publishes a model",
+    "pagewire generate": "`pagewire complete` continues a text, `pagewire chat` answers a message",
+    "pagewire launch": "start the application with the URL of `pagewire serve`: see docs/openai.md",
+    **dict.fromkeys(
+        (
+            "pagewire llama-server",
+            "pagewire server",
+            "pagewire start",
+            "pagewire -m",
+            "pagewire --model",
+            "pagewire -hf",
+        ),
+        "`pagewire serve MODEL` serves a model; it has the flags of llama-server, or explains them",
+    ),
+    "pagewire llama-cli": "`pagewire run MODEL` serves a model and chats with it",
+    "pagewire run-batch": "`pagewire.LLM` generates lists of prompts: see docs/python.md",
+    "pagewire collect-env": "`pagewire --version` shows the version and the commit",
+}
+FOREIGN_RUN_FLAGS = {
+    "--keepalive": "the server ends with the chat; `pagewire serve` keeps a model loaded",
+    "--format": "--json-object or --json-schema FILE constrains the answer",
+    "--nowordwrap": "lines are not wrapped",
+    **dict.fromkeys(("--think", "--hidethinking"), "the chat template decides whether the model reasons"),
 }
 FOREIGN_BENCH_FLAGS = {
     **dict.fromkeys(("--save-result", "--result-dir", "--result-filename"), "--output-json FILE writes the figures"),
@@ -396,7 +493,7 @@ _SECRETS = ("api_key", "hf_token")  # messages never show their values
 # The flags without a value, and the flags with several values.
 SWITCHES, LISTS = (
     {name[:-1] for names in (*(each for each, _ in _FOREIGN), more) for name in names.split() if name[-1] == mark}
-    for mark, more in (("!", "enforce_eager! enable_log_requests!"), ("*", "served_model_name* api_key*"))
+    for mark, more in (("!", "enforce_eager! enable_log_requests! cache_prompt!"), ("*", "served_model_name* api_key*"))
 )
 # Synonyms of option values.
 VALUE_SYNONYMS = {"gpu": "cuda"}
@@ -453,6 +550,58 @@ SYNONYMS = {
     "--n-predict": "predict",
     "--embeddings": "embedding",
     "-v": "verbose",
+    "--log-verbose": "verbose",
+    "-lv": "verbosity",
+    "--log-verbosity": "verbosity",
+    "-tb": "threads_batch",
+    "-C": "cpu_mask",
+    "-Cr": "cpu_range",
+    "-Cb": "cpu_mask_batch",
+    "-Crb": "cpu_range_batch",
+    "-dt": "defrag_thold",
+    "-lm": "load_mode",
+    "-dio": "direct_io",
+    "-lzm": "lazy_mode",
+    "-dev": "device",
+    "-ncffn": "n_cpu_ffn",
+    "-fit": "fit",
+    "-fitt": "fit_target",
+    "-fitc": "fit_ctx",
+    "-kvo": "kv_offload",
+    "-kvu": "kv_unified",
+    "-cram": "cache_ram",
+    "-ctxcp": "ctx_checkpoints",
+    "-cms": "checkpoint_min_step",
+    "-sps": "slot_prompt_similarity",
+    "-dr": "docker_repo",
+    "-hfr": "hf_repo",
+    "-hft": "hf_token",
+    "-cl": "cache_list",
+    "-mm": "mmproj",
+    "-mmu": "mmproj_url",
+    "-mmdev": "mmproj_device",
+    "-to": "timeout",
+    "-rea": "reasoning",
+    "-sp": "special",
+    "-ag": "agent",
+    "-bs": "backend_sampling",
+    "-lcs": "lookup_cache_static",
+    "-lcd": "lookup_cache_dynamic",
+    "-hfd": "hf_repo_draft",
+    "-hfrd": "hf_repo_draft",
+    "-td": "threads_draft",
+    "-tbd": "threads_batch_draft",
+    "-Cd": "cpu_mask_draft",
+    "-Crd": "cpu_range_draft",
+    "-Cbd": "cpu_mask_batch_draft",
+    "-devd": "device_draft",
+    "-ngld": "n_gpu_layers_draft",
+    "-ctkd": "cache_type_k_draft",
+    "-ctvd": "cache_type_v_draft",
+    "-otd": "override_tensor_draft",
+    "-cmoed": "cpu_moe_draft",
+    "-ncmoed": "n_cpu_moe_draft",
+    "--spec-draft-ncmoe": "n_cpu_moe_draft",
 }
 
 SAMPLING_FIELDS: dict[str, Foreign] = {

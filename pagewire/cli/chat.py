@@ -17,7 +17,7 @@ from pagewire.client.conversation import Session, template_of
 from pagewire.client.errors import CommandError, InvalidRequest, PagewireError, Unavailable
 from pagewire.client.sampling_params import SamplingParams
 from pagewire.client.server_info import ServerInfo
-from pagewire.compatibility import suggestion
+from pagewire.compatibility import FOREIGN_RUN_FLAGS, suggestion
 from pagewire.hosting.local_server import END_TIMEOUT_S, LocalServer, serving
 from pagewire.hosting.model_source import MISSING
 from pagewire.options import DESCRIBE, Parser
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     if arguments and not arguments[0].startswith(("-", DESCRIBE)):
         return run(arguments, "chat")
-    explained = {"--model": "`pagewire run MODEL` serves one and chats with it"}
+    explained = FOREIGN_RUN_FLAGS | {"--model": "`pagewire run MODEL` serves one and chats with it"}
     parser = _parser(
         "chat",
         "[flags], or pagewire chat MODEL, which is pagewire run MODEL",
@@ -108,7 +108,7 @@ def run(arguments: Sequence[str], verb: str = "run") -> int:
         "MODEL [PROMPT] [flags]",
         "Serve a model on this machine and chat with it: Ctrl-C stops an answer, Ctrl-D ends the chat and the server, "
         "/help lists more commands. With a prompt, print its answer and end.",
-        elsewhere | {"--url": "`pagewire chat` talks to a server that runs already"},
+        elsewhere | FOREIGN_RUN_FLAGS | {"--url": "`pagewire chat` talks to a server that runs already"},
     )
     own = {action.dest for action in parser._actions} | {"prompt"}
     taken = {name: option for name, option in known.items() if name in names}

@@ -20,6 +20,7 @@ from pagewire.cli.command import BENCHES, VERBS, main, tell
 from pagewire.cli.request import SamplePrinter
 from pagewire.client.errors import CommandError
 from pagewire.client.wire import decode_output
+from pagewire.compatibility import FOREIGN_RUN_FLAGS
 from pagewire.hosting import local_server
 from pagewire.hosting.local_server import LocalServer
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
@@ -138,7 +139,31 @@ def test_an_error_stands_below_usage(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.endswith("\n\npagewire: error: unknown verb 'complet'; did you mean complete?\n")
 
 
-@pytest.mark.parametrize("arguments", [["ps"], ["list"], ["ls"], ["pull", "m"], ["stop", "m"], ["rm", "m"], ["demo"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(
+            ["ps"],
+            ["list"],
+            ["ls"],
+            ["pull", "m"],
+            ["stop", "m"],
+            ["rm", "m"],
+            ["demo"],
+            ["show", "m"],
+            ["create", "m"],
+        ),
+        *(
+            ["cp", "m", "n"],
+            ["push", "m"],
+            ["llama-server", "-m", "m"],
+            ["-m", "m"],
+            ["-hf", "m"],
+            ["launch", "claude"],
+        ),
+        *(["run-batch"], ["collect-env"], ["generate", "m"], ["llama-cli"]),
+    ],
+)
 def test_verbs_of_other_commands_are_explained_in_a_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +171,13 @@ def test_verbs_of_other_commands_are_explained_in_a_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"pagewire: error: there is no pagewire {arguments[0]}: ")
     assert "`" in line or "Ctrl-C" in line
+
+
+@pytest.mark.parametrize("flag", ["--format", "--keepalive", "--think"])
+@pytest.mark.parametrize("verb", ["run", "chat"])
+def test_flags_of_ollama_run_are_explained(verb: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, flag, "x"]) == 2
+    assert f"error: unknown flag {flag}: {FOREIGN_RUN_FLAGS[flag]} (see" in capsys.readouterr().err
 
 
 class Writes(io.RawIOBase):

@@ -16,10 +16,9 @@ from pagewire.llm.llm import serve_flags
 MODEL = "/models/some"
 # The flags of `vllm serve` in all releases since 0.6.
 VLLM = (Path(__file__).parent / "vllm_flags.txt").read_text(encoding="utf-8").split()
-LLAMA = ("-m", "-c", "-ngl", "-t", "-np", "-b", "-ub", "-fa", "-a", "-hf", "-ctk", "-ctv", "-cb", "-md", "--ctx-size",
-         "--n-gpu-layers", "--gpu-layers", "--threads", "--parallel", "--batch-size", "--ubatch-size", "--flash-attn",
-         "--alias", "--hf-repo", "--cache-type-k", "--cache-type-v", "--mlock", "--no-mmap", "--cont-batching",
-         "--embedding", "--lora", "--model-draft", "--jinja", "--temp", "--top-k", "--n-predict")  # fmt: skip
+# The flags of llama-server as of November 2026, except those that download one model, and the short names -e, -l, -j,
+# -jf, -s and -r, of which vLLM's or Pagewire's commands use some.
+LLAMA = (Path(__file__).parent / "llama_flags.txt").read_text(encoding="utf-8").split()
 KNOWN = services.serve_options()
 
 
@@ -90,6 +89,11 @@ def test_help_shows_none_of_them() -> None:
         ("--cuda-graph-sizes 1 2 4", {}, ["--cuda-graph-sizes 1 2 4 is ignored: see --max-graph-batch-size"]),
         ("-c 4096 -np 8 -t 4 -ngl 99 -fa on -a pet", {"max_model_len": 4096, "max_num_seqs": 8, "num_threads": 4,
          "served_model_name": "pet"}, ["--n-gpu-layers 99 is ignored: all layers are on one device; see --device"]),
+        ("--cors-origins * --no-cache-prompt -kvo -fit on --no-webui --reasoning auto", {"allowed_origins": "*",
+         "enable_prefix_caching": False}, []),
+        ("--cors-origins localhost -cram 0 --no-mmproj --seed -1 --spec-type none", {}, []),
+        ("-cram 512 -tb 8", {}, ["--cache-ram 512 is ignored: all requests share the KV cache; see --kv-cache-memory",
+         "--threads-batch 8 is ignored: see --num-threads"]),
         ("--ctx-size 0 --threads -1 --no-mmap", {}, ["--no-mmap is ignored: each rank maps the weight files"]),
     ],
 )  # fmt: skip
@@ -111,10 +115,17 @@ def test_foreign_flags_are_mapped_or_ignored(flags: str, values: dict[str, Any],
             "--api-key-file keys",
             "--api-key-file keys is not supported: set the variable PAGEWIRE_API_KEY, or --api-key, to",
         ),
+        ("-hft sesame", "--hf-token is not supported: set the variable HF_TOKEN"),
+        ("--mirostat 2", "--mirostat 2 is not supported: sampling has temperature"),
+        ("--json-schema {}", r"--json-schema \{\} is not supported: set structured_outputs in requests"),
+        ("--context-shift", "--context-shift is not supported: .*: see --max-model-len"),
+        ("-hf a -hfd b", "--hf-repo a is not supported: give the id on the hub"),
+        ("--spec-draft-n-max 3", "--spec-draft-n-max 3 is not supported: Pagewire has no speculative decoding"),
+        ("--tools all", "--tools all is not supported: clients run the tools"),
         ("--hf-token sesame", "--hf-token is not supported: set the variable HF_TOKEN"),
         (
-            "--default-chat-template-kwargs {}",
-            "--default-chat-template-kwargs {} is not supported: requests set chat_template_kwargs; .* see --chat-",
+            '--default-chat-template-kwargs {"a":1}',
+            r"--default-chat-template-kwargs \{'a': 1\} is not supported: requests set chat_template_kwargs; .* see --",
         ),
         ("--quantization awq", "--quantization awq is not supported: the checkpoint specifies the"),
         ("-dp 2", "--data-parallel-size 2 is not supported: create several LLMs"),
