@@ -196,7 +196,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     ),
     ("backend_sampling!", Foreign("tokens are always sampled on the device", (None, False, True))),
     ("context_shift! keep", _refused("a request ends when it fills the context: see `max_model_len`", 0)),
-    ("spm_infill!", _refused("there is no endpoint for infilling; send the whole prompt to /v1/completions")),
+    ("spm_infill!", _refused("a prompt for infilling has the order prefix, suffix, middle")),
     ("tokenizer", _refused("the tokenizer comes from the checkpoint: put another tokenizer.json into its directory")),
     (
         "tokenizer_revision",

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from pagewire import options
 from pagewire.cli import command, services
 from pagewire.llm.llm import serve_flags
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service.api.http.routes import TYPED
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from testing.scheduler_stack import request, serve
 from testing.serving.failures import failure_of
@@ -38,10 +40,20 @@ async def test_every_call_needs_a_key(server: HttpServer) -> None:
     bad = [{}, {"authorization": "Bearer key-of-root"}, {"authorization": f"Bearer {ACCEPTED}"}, {"x-api-key": "no"}]
     asked = {"prompt": PROMPT, "max_tokens": 2}
     for headers in bad:
-        for path in ("/v1/completions", "/v1/responses", "/v1/messages", "/tokenize"):
-            assert (await server.post(path, headers, **asked)).status_code == 401
-        for path in ("/v1/models", "/metrics", "/tokenizer_info"):
-            assert (await server.client.get(path, headers=headers)).status_code == 401
+        for path in (
+            "/v1/models",
+            "/v1/models/x",
+            "/metrics",
+            "/tokenizer_info",
+            "/props",
+            "/slots",
+            "/api/tags",
+            "/api/ps",
+        ):
+            assert (await server.client.get(path, headers=headers)).status_code == 401, path
+        for route in TYPED:
+            path = re.sub(r"\{.*?\}", "x", route.path)
+            assert (await server.client.request(route.method, path, headers=headers)).status_code == 401, path
     for path in ("/health", "/ping", "/version", "/docs"):
         assert (await server.client.get(path)).status_code == 200
     for headers in ({"authorization": f"Bearer {KEYS['globex']}"}, {"x-api-key": KEYS["acme"]}):
