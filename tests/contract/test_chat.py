@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import grpc
@@ -17,13 +16,14 @@ import pytest
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.serving import scripted_scheduler
 from testing.serving.scripted_scheduler import ScriptedScheduler, delta, field_violation, serving
-from testing.serving.terminal import CTRL_A, CTRL_C, ROOT, STORY, TIMEOUT_S, UP, Terminal, on_terminal
+from testing.serving.terminal import CTRL_A, CTRL_C, STORY, UP, ChatUser
+from testing.terminal import ROOT, TIMEOUT_S
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
-def chatting(url: str, state: Path, *flags: str) -> AbstractContextManager[Terminal]:
-    return on_terminal(state, "chat", "--url", url, *flags)
+def chatting(url: str, state: Path, *flags: str) -> ChatUser:
+    return ChatUser(state, "chat", "--url", url, *flags)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def asked(*messages: str, system: str | None = None) -> str:
 def test_lines_are_edited_and_remembered(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> None:
     for number in range(2):
         with chatting(url, tmp_path) as terminal:
-            terminal.wait_for("/help lists commands, Ctrl-D ends.")
+            terminal.expect("/help lists commands, Ctrl-D ends.")
             if number == 0:
                 terminal.say(f"world{CTRL_A}hello ")
             else:
@@ -80,15 +80,15 @@ def test_without_a_place_for_the_history(
 
 def test_messages_of_several_lines(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> None:
     with chatting(url, tmp_path) as terminal:
-        terminal.wait_for("> ")
+        terminal.expect("> ")
         for line in ('"""first', "", '/second"""'):
             terminal.type(line + "\r")
-        terminal.wait_for(STORY)
-        terminal.wait_for("> ")
+        terminal.expect(STORY)
+        terminal.expect("> ")
         terminal.type("third\\\r")
-        terminal.wait_for(". ")
+        terminal.expect(". ")
         terminal.type("fourth\r")
-        terminal.wait_for(STORY)
+        terminal.expect(STORY)
         assert terminal.end() == 0
     assert texts(scheduler) == [asked("first\n\n/second"), asked("first\n\n/second", "third\nfourth")]
 
@@ -96,7 +96,7 @@ def test_messages_of_several_lines(url: str, scheduler: ScriptedScheduler, tmp_p
 def test_commands(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> None:
     with chatting(url, tmp_path, "--system", "be kind") as terminal:
         terminal.say("one")
-        terminal.wait_for("> ")
+        terminal.expect("> ")
         for command, shown in (
             ("/help", "/clear        forget the conversation"),
             ("/hepl", "unknown command /hepl; did you mean /help?"),
@@ -105,16 +105,16 @@ def test_commands(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> Non
             ("", "> "),
         ):
             terminal.type(command + "\r")
-            terminal.wait_for(shown)
+            terminal.expect(shown)
         terminal.say("two")
         terminal.say("//etc")
-        terminal.wait_for("> ")
+        terminal.expect("> ")
         terminal.type("/system\r")
-        terminal.wait_for("removed the system message")
+        terminal.expect("removed the system message")
         terminal.say("three")
-        terminal.wait_for("> ")
+        terminal.expect("> ")
         terminal.type("/exit\r")
-        assert terminal.process.wait(TIMEOUT_S) == 0
+        assert terminal.wait() == 0
     assert texts(scheduler) == [
         asked("one", system="be kind"),
         asked("two", system="be brief"),
@@ -136,17 +136,17 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(url: str, scheduler: ScriptedSc
 
     scheduler.script = answer
     with chatting(url, tmp_path) as terminal:
-        terminal.wait_for("> ")
+        terminal.expect("> ")
         terminal.type("one\r")
-        terminal.wait_for(" so so so")
+        terminal.expect(" so so so")
         terminal.type(CTRL_C)
-        terminal.wait_for("(stopped)")
+        terminal.expect("(stopped)")
         assert scheduler.ended.wait(TIMEOUT_S)
-        terminal.wait_for("> ")
+        terminal.expect("> ")
         terminal.type("half a line")
-        terminal.wait_for("half a line")
+        terminal.expect("half a line")
         terminal.type(CTRL_C)
-        terminal.wait_for("(Ctrl-D or /exit ends the chat)")
+        terminal.expect("(Ctrl-D or /exit ends the chat)")
         terminal.say("two")
         assert terminal.end() == 0
     assert re.fullmatch(r"<user>one\n<assistant>( so){3,}\n<user>two\n<assistant>", texts(scheduler)[1])
@@ -191,25 +191,25 @@ def test_a_full_context_offers_to_go_on(url: str, scheduler: ScriptedScheduler, 
         for message in "1234":
             terminal.say(message)
         for answer in ("n", "y"):
-            terminal.wait_for("> ")
+            terminal.expect("> ")
             terminal.type("5\r")
-            terminal.wait_for("the context is full: the prompt has")
-            terminal.wait_for("Forget the oldest turns and go on? [Y/n] ")
+            terminal.expect("the context is full: the prompt has")
+            terminal.expect("Forget the oldest turns and go on? [Y/n] ")
             terminal.type(answer + "\r")
             if answer == "n":
-                terminal.wait_for("the message was not sent")
-        terminal.wait_for("forgot the 2 oldest of 4 turns")
-        terminal.wait_for(STORY)
-        terminal.wait_for("> ")
+                terminal.expect("the message was not sent")
+        terminal.expect("forgot the 2 oldest of 4 turns")
+        terminal.expect(STORY)
+        terminal.expect("> ")
         terminal.type(UP)
-        terminal.wait_for("5")  # and not the answer to the question
+        terminal.expect("5")  # and not the answer to the question
         terminal.type(CTRL_C)
-        terminal.wait_for("(Ctrl-D")
-        terminal.wait_for("> ")
+        terminal.expect("(Ctrl-D")
+        terminal.expect("> ")
         terminal.type("x" * 1000 + "\r")  # too long on its own
-        terminal.wait_for("Forget the oldest turns and go on? [Y/n] ")
+        terminal.expect("Forget the oldest turns and go on? [Y/n] ")
         terminal.type("\r")
-        terminal.wait_for("error: the prompt has")
+        terminal.expect("error: the prompt has")
         terminal.say("6")
         assert terminal.end() == 0
     assert texts(scheduler)[-1] == asked("3", "4", "5", "6")
@@ -239,7 +239,7 @@ def test_an_answer_that_fills_the_context_says_so(url: str, scheduler: ScriptedS
 def test_a_terminal_that_is_closed_keeps_the_history(url: str, tmp_path: Path) -> None:
     with chatting(url, tmp_path) as terminal:
         terminal.say("remember me")
-        terminal.wait_for("> ")
+        terminal.expect("> ")
         terminal.process.send_signal(signal.SIGHUP)
-        terminal.process.wait(TIMEOUT_S)
+        terminal.wait()
     assert "remember me" in (tmp_path / "pagewire" / "chat_history").read_text()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from testing.serving.terminal import CTRL_C, CTRL_D, ROOT, TIMEOUT_S, Terminal, on_terminal
+from testing.serving.terminal import CTRL_C, CTRL_D, ChatUser
+from testing.terminal import ROOT
 from tests.system.processes import command_line, wait_until_gone
 from tests.thorough import thorough
 
@@ -25,7 +26,7 @@ def run(
     return subprocess.run(command, cwd=folder, env=environ, input=told, capture_output=True, text=True, check=False)
 
 
-def server_of(terminal: Terminal) -> int:
+def server_of(terminal: ChatUser) -> int:
     """Return the process id of the chat's server, a child of the thread that started it."""
     threads = Path(f"/proc/{terminal.process.pid}/task").iterdir()
     (child,) = (child for thread in threads for child in (thread / "children").read_text().split())
@@ -63,57 +64,57 @@ def test_run_ignores_options_of_another_server(tmp_path: Path, is_flag: bool) ->
 
 
 def test_a_chat_ends_with_its_server(tmp_path: Path) -> None:
-    with on_terminal(tmp_path, "run", MODEL, *FLAGS) as terminal:
-        terminal.wait_for("ready on ")
+    with ChatUser(tmp_path, "run", MODEL, *FLAGS) as terminal:
+        terminal.expect("ready on ")
         terminal.ask(PROMPT)
-        terminal.wait_for("> ")
+        terminal.expect("> ")
         terminal.type("more\r")
-        terminal.wait_for("> ")
+        terminal.expect("> ")
         server = server_of(terminal)
         terminal.type(CTRL_D)
-        assert terminal.process.wait(TIMEOUT_S) == 0
+        assert terminal.wait() == 0
     wait_until_gone(server)
     assert (tmp_path / "pagewire" / "chat_history").read_text() == f"{PROMPT}\nmore\n"
 
 
 @pytest.mark.parametrize("moment", ["answering", *thorough("asked")])
 def test_a_chat_ends_when_its_server_is_killed(tmp_path: Path, moment: str) -> None:
-    with on_terminal(tmp_path, "run", MODEL, *FLAGS[:-1], "--max-tokens=2000", "--ignore-eos") as terminal:
-        terminal.wait_for("Ctrl-D ends.")
+    with ChatUser(tmp_path, "run", MODEL, *FLAGS[:-1], "--max-tokens=2000", "--ignore-eos") as terminal:
+        terminal.expect("Ctrl-D ends.")
         if moment == "answering":
             terminal.ask(PROMPT)
-            terminal.wait_for(" the ")
+            terminal.expect(" the ")
         os.kill(server_of(terminal), signal.SIGKILL)
         if moment == "asked":
             terminal.ask(PROMPT)
-        shown = terminal.wait_for(f"pagewire: error: pagewire serve {MODEL} ended with signal SIGKILL\r\n")
+        shown = terminal.expect(f"pagewire: error: pagewire serve {MODEL} ended with signal SIGKILL\r\n")
         assert "error:" not in shown
-        assert terminal.process.wait(TIMEOUT_S) == 1
+        assert terminal.wait() == 1
 
 
 @pytest.mark.parametrize("moment", ["answering", *thorough("loading", "asked")])
 def test_sigterm_ends_both(tmp_path: Path, moment: str) -> None:
-    with on_terminal(tmp_path, "run", MODEL, *FLAGS[:-1], "--max-tokens=2000", "--ignore-eos") as terminal:
-        terminal.wait_for("starting pagewire serve")
+    with ChatUser(tmp_path, "run", MODEL, *FLAGS[:-1], "--max-tokens=2000", "--ignore-eos") as terminal:
+        terminal.expect("starting pagewire serve")
         if moment != "loading":
-            terminal.wait_for("Ctrl-D ends.")
+            terminal.expect("Ctrl-D ends.")
             server = server_of(terminal)
         if moment == "answering":
             terminal.ask(PROMPT)
-            terminal.wait_for(" the ")
+            terminal.expect(" the ")
         elif moment == "asked":
-            terminal.wait_for("> ")
+            terminal.expect("> ")
         terminal.process.send_signal(signal.SIGTERM)
-        assert terminal.process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+        assert terminal.wait() == 128 + signal.SIGTERM
     if moment != "loading":
         wait_until_gone(server)
 
 
 def test_ctrl_c_while_it_loads_ends_both(tmp_path: Path) -> None:
-    with on_terminal(tmp_path, "run", MODEL, *FLAGS) as terminal:
-        terminal.wait_for("starting pagewire serve")
+    with ChatUser(tmp_path, "run", MODEL, *FLAGS) as terminal:
+        terminal.expect("starting pagewire serve")
         terminal.type(CTRL_C)
-        assert terminal.process.wait(TIMEOUT_S) == 130
+        assert terminal.wait() == 130
 
 
 def test_bad_model_is_reported() -> None:
