@@ -90,11 +90,12 @@ class Terminal:
         self._screen.resize(rows, columns)
 
     def wait_for(self, wanted: str | Callable[[list[str]], bool]) -> list[str]:
-        """Wait until a text is on the screen within one row, or until a function of the rows is true. Return the
-        rows."""
+        """Wait until a text is on the screen within one row, or until a function of `lines` is true. Return `lines`.
+
+        A text may end with spaces, for example a prompt.
+        """
         deadline = time.monotonic() + TIMEOUT_S
-        is_there = wanted if callable(wanted) else lambda lines: any(wanted in line for line in lines)
-        while not is_there(self.lines):
+        while not (wanted(self.lines) if callable(wanted) else any(wanted in row for row in self._screen.display)):
             self._read(deadline, wanted)
         return self.lines
 
