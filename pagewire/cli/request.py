@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any, TextIO
 from pagewire.cli import client_flags, connection
 from pagewire.cli.chat_terminal import read_input
 from pagewire.cli.command import tell
+from pagewire.cli.word_wrap import WordWrap
 from pagewire.client.client import Client
 from pagewire.client.completion import Completion, CompletionBuilder, CompletionOutput, Output, Result
 from pagewire.client.conversation import Session
@@ -111,7 +113,7 @@ class SamplePrinter:
     """Writes the samples of a request to a file one after another, with labels if there are several.
 
     The current sample is written as it arrives. The output of later samples is buffered until the current sample has
-    ended.
+    ended. On a terminal, text is wrapped at words.
     """
 
     def __init__(self, num_samples: int, file: TextIO) -> None:
@@ -120,7 +122,9 @@ class SamplePrinter:
         self._waiting: list[list[Output]] = [[] for _ in range(num_samples)]
         self._current = 0
         self._texts: list[str] = []
-        self._in_line = False  # whether the last written line has not ended
+        self.in_line = False  # whether the last written line has not ended
+        can_wrap = file.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._wrap = WordWrap(file.fileno()).wrap if can_wrap else str
         self._label()
 
     @property
@@ -141,7 +145,7 @@ class SamplePrinter:
         try:
             yield
         except PagewireError:
-            self._write("\n" * self._in_line)
+            self._write("\n" * self.in_line)
             raise
 
     def _write_current(self) -> bool:
@@ -158,8 +162,8 @@ class SamplePrinter:
             self._write(f"--- sample {self._current} ---\n")
 
     def _write(self, text: str) -> None:
-        self._in_line = not text.endswith("\n") if text else self._in_line
-        print(text, end="", file=self._file, flush=True)
+        self.in_line = not text.endswith("\n") if text else self.in_line
+        print(self._wrap(text), end="", file=self._file, flush=True)
 
 
 def statistics(completion: Completion) -> str:
