@@ -1,13 +1,17 @@
 """`pagewire chat`, a chat on the terminal, and `pagewire run`, which also serves the model."""
 
 import argparse
+import contextlib
+import glob
 import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from pagewire import options
-from pagewire.cli import client_flags, connection, request
+from pagewire.cli import chat_file, client_flags, connection, request
+from pagewire.cli.chat_file import SavedChat
 from pagewire.cli.chat_terminal import ChatTerminal, history_path, read_input
 from pagewire.cli.command import tell
 from pagewire.client.arguments import check_text
@@ -17,20 +21,30 @@ from pagewire.client.conversation import Session, template_of
 from pagewire.client.errors import CommandError, InvalidRequest, PagewireError, Unavailable
 from pagewire.client.sampling_params import SamplingParams
 from pagewire.client.server_info import ServerInfo
+from pagewire.common.strict_json import from_json, to_json
 from pagewire.compatibility import FOREIGN_RUN_FLAGS, suggestion
 from pagewire.hosting.local_server import END_TIMEOUT_S, LocalServer, serving
 from pagewire.hosting.model_source import MISSING
+from pagewire.hosting.printable import printable_lines
 from pagewire.options import DESCRIBE, Parser
 
-COMMANDS = ("/help", "/clear", "/system", "/exit")
+# A command that ends with a space has an argument.
+COMMANDS = ("/help", "/clear", "/exit", "/load ", "/regen", "/save ", "/set ", "/show", "/system ")
 HELP = """\
-/clear        forget the conversation
-/system TEXT  set the system message; without TEXT, remove it
-/exit         end the chat, as Ctrl-D does
-/help         show this
-//TEXT        send /TEXT to the model
-\"\"\"           begin a message of several lines, which ends with \"\"\"; or end each line but the last with \\
-Ctrl-C        stop the answer; the conversation keeps the part that came"""
+/set NAME VALUE  set a sampling option, or reset it
+/system TEXT     set the system message, or remove it
+/show            show the options and the context used
+/regen           answer the last message again
+/clear           forget the conversation
+/save FILE       write the conversation to a JSON file
+/load FILE       replace the conversation by a saved one
+/exit            end the chat, as Ctrl-D does
+/help            show this
+//TEXT           send /TEXT to the model
+\"\"\"              begin a message of several lines, up to \"\"\"
+\\                continue the message on the next line
+Ctrl-C           stop the answer, and keep its beginning
+Tab              complete a command, an option, a file name"""
 _NO_TEXTS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
 
 
@@ -43,7 +57,7 @@ class Conversation:
     """
 
     def __init__(self, template: str | None, system: str | None, special_tokens: Mapping[str, str] = _NO_TEXTS) -> None:
-        self._template = template
+        self.template = template
         self._special_tokens = {**_NO_TEXTS, **special_tokens, "bos_token": ""}
         self.system = system
         self.turns: list[tuple[str, str]] = []  # pairs of user message and model answer
@@ -62,12 +76,12 @@ class Conversation:
         return self._prompt([*messages, {"role": "user", "content": text}])
 
     def _prompt(self, messages: list[dict[str, str]]) -> str:
-        if self._template is None:
+        if self.template is None:
             return "".join(message["content"] for message in messages)
         from pagewire.common.chat import chat_template  # lazy: loads Jinja2, which --help does not need
 
         try:
-            return chat_template.render(self._template, messages, special_tokens=self._special_tokens)
+            return chat_template.render(self.template, messages, special_tokens=self._special_tokens)
         except chat_template.ChatTemplateError as error:
             raise CommandError(str(error)) from None
 
@@ -173,8 +187,9 @@ def _talk(client: Client, parsed: argparse.Namespace, prompt: str | None, server
     conversation = Conversation(_template(info, parsed.chat_template), parsed.system, info.special_tokens)
     sampling = client_flags.sampling(parsed)
     if prompt is None:
-        terminal = ChatTerminal(None if parsed.no_history else history_path(os.environ))
-        Chat(client, conversation, sampling, info, terminal, with_statistics=parsed.stats, server=server).run()
+        history = None if parsed.no_history else history_path(os.environ)
+        with contextlib.closing(ChatTerminal(history, candidates)) as terminal:
+            Chat(client, conversation, sampling, info, terminal, with_statistics=parsed.stats, server=server).run()
         return
     printer = request.SamplePrinter(1, sys.stdout)
     session = Session(will_return=False)
@@ -189,6 +204,16 @@ def _template(info: ServerInfo, chosen: str | None) -> str | None:
     if chosen is not None and chosen not in info.named_chat_templates and os.path.isfile(chosen):
         return client_flags.text_of(chosen)
     return template_of(info, chosen)
+
+
+def candidates(line: str) -> list[str]:
+    """Return the words that can end a line of a chat which begins with a command: commands, options or file names."""
+    word, separator, argument = line.partition(" ")
+    if word in ("/save", "/load"):
+        return [path + "/" * os.path.isdir(path) for path in glob.iglob(f"{glob.escape(argument)}*")]
+    if word == "/set" and separator:
+        return [f"{name} " for name in ("system", *client_flags.OPTIONS) if " " not in argument]
+    return [] if separator else [*COMMANDS]
 
 
 class Chat:
@@ -213,6 +238,7 @@ class Chat:
         self._terminal = terminal
         self._with_statistics = with_statistics
         self._server = server
+        self._num_tokens: int | None = 0  # in the context after the last answer, if known
 
     def run(self) -> None:
         """Run the interactive loop until the user ends the chat. Raise Unavailable if the local server that this
@@ -221,43 +247,113 @@ class Chat:
         tell(f"{self._info.served_model_name} ({kind}). /help lists commands, Ctrl-D ends.")
         while True:
             try:
-                message = self._terminal.read_message()
-                is_nothing = not message.strip() and self._info.chat_template is not None
-                if not is_nothing and not self._execute_command(message):
-                    self._answer(message[1:] if message.startswith("//") else message)
+                self._process(self._terminal.read_message())
             except EOFError:
                 if self._terminal.is_interactive:
                     print()
                 return
             except KeyboardInterrupt:
                 tell("\n(Ctrl-D or /exit ends the chat)")
-            except PagewireError as error:
-                if isinstance(error, Unavailable) and self._server and self._server.ends_within(END_TIMEOUT_S):
-                    raise
-                tell(f"error: {error}")
+
+    def _process(self, message: str) -> None:
+        """Execute the user's input: a command, or a message to the model. Show errors. Raise EOFError if the input ends
+        the chat."""
+        try:
+            is_text = message.strip() or self._conversation.template is None
+            if is_text and not self._execute_command(message):
+                self._answer(message[1:] if message.startswith("//") else message)
+        except (CommandError, PagewireError) as error:
+            if isinstance(error, Unavailable) and self._server and self._server.ends_within(END_TIMEOUT_S):
+                raise
+            tell(f"error: {printable_lines(str(error))}")
 
     def _execute_command(self, message: str) -> bool:
         """Execute the user's input if it is a command such as `/clear`. Return True if it was a command, or False if it
         is a message to the model.
 
-        Raise EOFError if the command ends the chat.
+        Raise EOFError if the command ends the chat, and CommandError if it fails.
         """
-        word, _, rest = message.strip().partition(" ")
         if not message.startswith("/") or message.startswith("//") or "\n" in message:
             return False
-        if word in ("/exit", "/bye", "/quit"):
-            raise EOFError
-        if word == "/help":
-            tell(HELP)
-        elif word == "/clear":
-            self._conversation.clear()
-            tell("forgot the conversation")
-        elif word == "/system":
-            self._conversation.system = rest.strip() or None
-            tell("set the system message" if rest.strip() else "removed the system message")
-        else:
-            tell(f"unknown command {word}{suggestion(word, COMMANDS)} (/help lists them)")
+        command = message.strip().replace("/set parameter", "/set", 1).replace("/set system", "/system", 1)
+        word, _, argument = map(str.strip, command.partition(" "))
+        match word:
+            case "/exit" | "/bye" | "/quit":
+                raise EOFError
+            case "/help" | "/?":
+                tell(HELP)
+            case "/clear":
+                self._conversation.clear()
+                self._num_tokens = 0
+                tell("forgot the conversation")
+            case "/system":
+                self._conversation.system = argument or None
+                tell("set the system message" if argument else "removed the system message")
+            case "/show":
+                self._show()
+            case "/regen":
+                self._regenerate()
+            case "/set" | "/save" | "/load" if not argument:
+                raise CommandError(f"{word} needs an argument; see /help")
+            case "/set":
+                self._set(argument)
+            case "/save":
+                self._save(Path(os.path.expanduser(argument)))
+            case "/load":
+                self._load(Path(os.path.expanduser(argument)))
+            case _:
+                near = suggestion(word, map(str.strip, COMMANDS))
+                tell(f"unknown command {word}{near} (/help lists them)")
         return True
+
+    def _set(self, argument: str) -> None:
+        """Set a sampling option, or reset it if there is no value. The value is JSON, or a text without quotes."""
+        name, _, text = argument.partition(" ")
+        name, value = name.replace("-", "_"), None
+        if text:
+            try:
+                value = from_json(text)
+            except ValueError:
+                value = text.strip()
+        self._sampling = client_flags.updated(self._sampling, {name: value})
+        tell(f"reset {name}" if value is None else f"set {name} to {to_json(value)}")
+
+    def _show(self) -> None:
+        template, named = self._conversation.template, self._info.named_chat_templates
+        names = [name for name, text in named.items() if text == template] or ["the model's own"]
+        used = "" if self._num_tokens is None else f"{self._num_tokens} of "
+        tell(
+            f"model     {self._info.served_model_name}\n"
+            f"template  {names[0] if template else 'none: the model continues your text'}\n"
+            f"system    {self._conversation.system or 'no system message'}\n"
+            f"sampling  {to_json(chat_file.given(self._sampling))[1:-1] or 'the defaults of the model'}\n"
+            f"context   {used}{self._info.max_sequence_tokens or self._info.max_model_len} tokens"
+        )
+
+    def _regenerate(self) -> None:
+        """Answer the last message again. If the new answer fails, keep the old one."""
+        if not self._conversation.turns:
+            raise CommandError("there is no answer to replace")
+        *earlier, last = self._conversation.turns
+        self._conversation.turns = [*earlier]
+        try:
+            self._answer(last[0])
+        finally:
+            if self._conversation.turns == earlier:
+                self._conversation.turns.append(last)
+
+    def _save(self, path: Path) -> None:
+        if not path.exists() or self._terminal.confirms(f"{path} exists. Replace it?"):
+            conversation = self._conversation
+            chat_file.write(path, SavedChat(conversation.system, tuple(conversation.turns), self._sampling))
+            tell(f"saved the conversation in {path}")
+
+    def _load(self, path: Path) -> None:
+        chat = chat_file.read(path)
+        self._conversation.clear()
+        self._conversation.system, self._conversation.turns = chat.system, [*chat.turns]
+        self._sampling, self._num_tokens = chat.sampling, None
+        tell(f"loaded the conversation from {path}")
 
     def _answer(self, message: str) -> None:
         """Print the model's answer to a message. If the conversation exceeds the model's context, offer to drop the
@@ -294,22 +390,23 @@ class Chat:
         If the user interrupts the answer, keep the part that was received.
         """
         printer = request.SamplePrinter(1, sys.stdout)
-        prompt = self._conversation.ask(message)
         session = Session(self._conversation.session_id, will_return=True)
         try:
+            prompt = self._conversation.ask(message)
             completion = request.stream(self._client, prompt, self._sampling, printer, session=session)
         except KeyboardInterrupt:
-            tell("\n(stopped)")
             if printer.text:
                 self._conversation.turns.append((message, printer.text))
+                self._num_tokens = None
+            tell("\n(stopped)" if printer.in_line else "(stopped)")
             return
         self._conversation.turns.append((message, completion.outputs[0].text))
         if self._with_statistics:
             tell(request.statistics(completion))
-        self._warn_if_full(completion)
+        self._count_tokens(completion)
 
-    def _warn_if_full(self, completion: Completion) -> None:
-        usage = completion.usage
-        num_tokens = usage.prompt_tokens + usage.completion_tokens
+    def _count_tokens(self, completion: Completion) -> None:
+        """Store the number of tokens of the context. Warn if the answer was cut off because the context is full."""
+        num_tokens = self._num_tokens = completion.usage.prompt_tokens + completion.usage.completion_tokens
         if completion.outputs[0].finish_reason == "length" and num_tokens >= self._info.max_sequence_tokens > 0:
             tell(f"(the context is full, {num_tokens} tokens: the answer was cut off)")

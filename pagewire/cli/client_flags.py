@@ -5,12 +5,12 @@ Fields without a flag on the command line are left to the server.
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pagewire.client.errors import InvalidRequest
+from pagewire.client.errors import CommandError, InvalidRequest
 from pagewire.client.sampling_params import (
     BOOLEAN_FIELDS,
     EARLY_STOPPING,
@@ -23,6 +23,9 @@ from pagewire.client.sampling_params import (
 )
 from pagewire.common.option_limits import flag
 from pagewire.compatibility import suggestion
+
+# The sampling parameters that `add_flags` has flags for.
+OPTIONS = (*(field.name for field in FLAGS), "stop", "stop_token_ids", "logit_bias", "structured_outputs")
 
 
 def count(text: str) -> int:
@@ -204,6 +207,22 @@ def sampling(arguments: argparse.Namespace) -> SamplingParams:
         given["logit_bias"] = dict(given["logit_bias"])
     given["structured_outputs"] = _structured_outputs(arguments)
     return SamplingParams(**given)
+
+
+def updated(sampling: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
+    """Return a copy of the sampling parameters with new values, which have the types of JSON. None resets a parameter.
+
+    Raise CommandError for an invalid value, and for a name that is not in `OPTIONS`.
+    """
+    for name in changes.keys() - {*OPTIONS}:
+        near = suggestion(name, OPTIONS) or f"; the options are {', '.join(OPTIONS)}"
+        raise CommandError(f"there is no option {name!r}{near}")
+    try:
+        if isinstance(biases := changes.get("logit_bias"), dict):
+            changes = {**changes, "logit_bias": {int(token_id): bias for token_id, bias in biases.items()}}
+        return sampling.updated(**changes)
+    except (TypeError, ValueError) as error:
+        raise CommandError(str(error)) from None
 
 
 def token_ids(text: str) -> Sequence[int]:

@@ -98,7 +98,7 @@ def test_commands(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> Non
         terminal.say("one")
         terminal.expect("> ")
         for command, shown in (
-            ("/help", "/clear        forget the conversation"),
+            ("/help", "/clear           forget the conversation"),
             ("/hepl", "unknown command /hepl; did you mean /help?"),
             ("/clear", "forgot the conversation"),
             ("/system be brief", "set the system message"),
