@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         StructuredOutputs,
         StructuredOutputsParams,
     )
-    from pagewire.client.server_info import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
+    from pagewire.client.server_info import BlockHolder, BlockMap, Latency, Loads, RequestReport, ServerInfo, WorkerInfo
     from pagewire.llm import (
         LLM,
         BeamSearchOutput,
@@ -87,6 +87,7 @@ __all__ = [
     "InternalError",
     "InvalidRequest",
     "InvalidText",
+    "Latency",
     "Loads",
     "Logprob",
     "NotFound",

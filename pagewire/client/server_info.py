@@ -67,9 +67,19 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Latency:
+    """A latency of the sequences that ended recently, in seconds, measured by the scheduler."""
+
+    num_sequences: int
+    mean: float
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
 class Loads:
-    """The current load of a server: the numbers of sequences, prompt tokens and KV cache blocks, and counters since the
-    start of the server."""
+    """The current load of a server: the numbers of sequences, prompt tokens and KV cache blocks, counters since the
+    start of the server, and latencies. A latency is None if no sequence has ended yet."""
 
     num_running: int
     num_waiting: int
@@ -97,6 +107,9 @@ class Loads:
     num_kept_session_tokens: tuple[int, ...]
     num_lost_session_tokens: tuple[int, ...]
     num_discarded_tokens: int
+    time_to_first_token: Latency | None
+    time_per_output_token: Latency | None
+    queue_time: Latency | None
 
 
 @dataclass(frozen=True, slots=True)

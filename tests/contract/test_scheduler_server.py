@@ -264,6 +264,18 @@ async def test_loads_and_info_need_no_worker(checkpoint: Path) -> None:
     assert await running == 0
 
 
+async def test_the_load_has_the_latencies_of_ended_sequences(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        names = ("time_to_first_token", "time_per_output_token", "queue_time")
+        before = await stack.loads()
+        assert not any(before.HasField(name) for name in names)
+        await stack.generate(request(PROMPT, n=2, max_tokens=5))
+        after = await stack.loads()
+        latencies = [getattr(after, name) for name in names]
+        assert all(each.num_sequences == 2 and 0 <= each.p50 <= each.mean <= each.p99 < 60 for each in latencies)
+        assert after.time_to_first_token.p50 > after.queue_time.p50
+
+
 # Certificates
 
 

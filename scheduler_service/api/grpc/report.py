@@ -53,9 +53,9 @@ def encode_worker(capacity: WorkerCapacity, epoch: int) -> scheduler_pb2.WorkerI
     return scheduler_pb2.WorkerInfo(**_common(capacity, scheduler_pb2.WorkerInfo), epoch=epoch)
 
 
-def encode_loads(stats: SchedulerStats) -> scheduler_pb2.GetLoadsResponse:
-    """Encode the statistics of the scheduler core as GetLoads' answer."""
-    return scheduler_pb2.GetLoadsResponse(**_common(stats, scheduler_pb2.GetLoadsResponse))
+def encode_loads(stats: SchedulerStats, **others: Any) -> scheduler_pb2.GetLoadsResponse:
+    """Encode the statistics of the scheduler core, and other fields of the message, as GetLoads' answer."""
+    return scheduler_pb2.GetLoadsResponse(**_common(stats, scheduler_pb2.GetLoadsResponse), **others)
 
 
 def decode_stats(loads: scheduler_pb2.GetLoadsResponse) -> SchedulerStats:

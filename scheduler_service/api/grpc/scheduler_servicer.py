@@ -20,6 +20,7 @@ from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammar_checks import GrammarChecks
 from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.latencies import RecentLatencies
 from scheduler_service.serving.parsed_request import check_request_id
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid, unknown
@@ -41,6 +42,7 @@ class SchedulerServicer(RequestServicer):
         info: scheduler_pb2.GetServerInfoResponse,
         detached: DetachedRequests,
         generation_throughput: Callable[[], float],
+        latencies: RecentLatencies,
         *,
         max_pending_calls: int,
         text_limits: TextLimits,
@@ -49,9 +51,9 @@ class SchedulerServicer(RequestServicer):
         quotas: Quotas | None = None,
     ) -> None:
         """Create the gRPC service of a scheduler. `info` is the part of GetServerInfo's answer that stays the same.
-        `generation_throughput` returns the output tokens per second. `retention_limit` returns the longest time, in
-        seconds, for which a tenant's request may ask to keep its cached blocks. Without `quotas`, tenants have no
-        quotas."""
+        `generation_throughput` returns the output tokens per second, and `latencies` observes the step loop.
+        `retention_limit` returns the longest time, in seconds, for which a tenant's request may ask to keep its cached
+        blocks. Without `quotas`, tenants have no quotas."""
         intake = Intake(
             step_loop,
             model,
@@ -69,6 +71,7 @@ class SchedulerServicer(RequestServicer):
         self._info = info
         self._detached = detached
         self._generation_throughput = generation_throughput
+        self._latencies = latencies
 
     # Detached requests
 
@@ -164,11 +167,13 @@ class SchedulerServicer(RequestServicer):
     def _loads(self, call: Call) -> scheduler_pb2.GetLoadsResponse:
         """Return the current load of the scheduler. Raise RefusedError if the caller is not an operator."""
         call.caller.check_operator("the load of the server")
-        response = report.encode_loads(explain.stats(self._step_loop.state))
-        response.generation_throughput = self._generation_throughput()
-        response.worker_connected = self._step_loop.exchange.is_connected
-        response.num_worker_losses = self._step_loop.availability.num_worker_losses
-        return response
+        return report.encode_loads(
+            explain.stats(self._step_loop.state),
+            generation_throughput=self._generation_throughput(),
+            worker_connected=self._step_loop.exchange.is_connected,
+            num_worker_losses=self._step_loop.availability.num_worker_losses,
+            **self._latencies.summaries(),
+        )
 
 
 async def result_of(active: ActiveRequest) -> scheduler_pb2.GetResultResponse:

@@ -822,7 +822,7 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_device_blocks", "num_held_blocks", "num_cached_blocks", "num_preemptions", "num_generation_tokens", "num_prompt_tokens", "num_cached_prompt_tokens", "generation_throughput", "worker_connected", "num_worker_losses", "num_swapped", "num_host_blocks", "num_held_host_blocks", "num_cached_host_blocks", "num_swap_preemptions", "num_moved_blocks_out", "num_moved_blocks_in", "num_host_cached_prompt_tokens", "num_admitted_requests", "num_overdue_requests", "num_kept_session_tokens", "num_lost_session_tokens", "num_discarded_tokens")
+    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_device_blocks", "num_held_blocks", "num_cached_blocks", "num_preemptions", "num_generation_tokens", "num_prompt_tokens", "num_cached_prompt_tokens", "generation_throughput", "worker_connected", "num_worker_losses", "num_swapped", "num_host_blocks", "num_held_host_blocks", "num_cached_host_blocks", "num_swap_preemptions", "num_moved_blocks_out", "num_moved_blocks_in", "num_host_cached_prompt_tokens", "num_admitted_requests", "num_overdue_requests", "num_kept_session_tokens", "num_lost_session_tokens", "num_discarded_tokens", "time_to_first_token", "time_per_output_token", "queue_time")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -849,6 +849,9 @@ class GetLoadsResponse(_message.Message):
     NUM_KEPT_SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOST_SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_DISCARDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TIME_PER_OUTPUT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TIME_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
@@ -875,4 +878,19 @@ class GetLoadsResponse(_message.Message):
     num_kept_session_tokens: _containers.RepeatedScalarFieldContainer[int]
     num_lost_session_tokens: _containers.RepeatedScalarFieldContainer[int]
     num_discarded_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_prompt_tokens: _Optional[int] = ..., generation_throughput: _Optional[float] = ..., worker_connected: bool = ..., num_worker_losses: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_held_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_moved_blocks_out: _Optional[int] = ..., num_moved_blocks_in: _Optional[int] = ..., num_host_cached_prompt_tokens: _Optional[int] = ..., num_admitted_requests: _Optional[int] = ..., num_overdue_requests: _Optional[int] = ..., num_kept_session_tokens: _Optional[_Iterable[int]] = ..., num_lost_session_tokens: _Optional[_Iterable[int]] = ..., num_discarded_tokens: _Optional[int] = ...) -> None: ...
+    time_to_first_token: Latency
+    time_per_output_token: Latency
+    queue_time: Latency
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_prompt_tokens: _Optional[int] = ..., generation_throughput: _Optional[float] = ..., worker_connected: bool = ..., num_worker_losses: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_held_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_moved_blocks_out: _Optional[int] = ..., num_moved_blocks_in: _Optional[int] = ..., num_host_cached_prompt_tokens: _Optional[int] = ..., num_admitted_requests: _Optional[int] = ..., num_overdue_requests: _Optional[int] = ..., num_kept_session_tokens: _Optional[_Iterable[int]] = ..., num_lost_session_tokens: _Optional[_Iterable[int]] = ..., num_discarded_tokens: _Optional[int] = ..., time_to_first_token: _Optional[_Union[Latency, _Mapping]] = ..., time_per_output_token: _Optional[_Union[Latency, _Mapping]] = ..., queue_time: _Optional[_Union[Latency, _Mapping]] = ...) -> None: ...
+
+class Latency(_message.Message):
+    __slots__ = ("num_sequences", "mean", "p50", "p99")
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P99_FIELD_NUMBER: _ClassVar[int]
+    num_sequences: int
+    mean: float
+    p50: float
+    p99: float
+    def __init__(self, num_sequences: _Optional[int] = ..., mean: _Optional[float] = ..., p50: _Optional[float] = ..., p99: _Optional[float] = ...) -> None: ...
