@@ -6,7 +6,7 @@ adds many equal observations in one operation, so that the cost of a step does n
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -65,6 +65,13 @@ _HISTOGRAMS = {
     "pagewire:gc_pause_seconds": ("Time for which a garbage collection paused the scheduler.", _PAUSE_SECONDS),
     "pagewire:gc_cpu_seconds": ("CPU time of a garbage collection.", _PAUSE_SECONDS),
 }
+# The latencies in GetLoads' answer, and their histograms.
+_LATENCIES = {
+    "time_to_first_token": "vllm:time_to_first_token_seconds",
+    "time_per_output_token": "vllm:request_time_per_output_token_seconds",
+    "queue_time": "vllm:request_queue_time_seconds",
+}
+NUM_RECENT = 1000
 # Gauges: help text, and attribute of SchedulerStats.
 _GAUGES = {
     "vllm:num_requests_running": ("Running sequences.", "num_running"),
@@ -224,10 +231,22 @@ class Histogram:
         self.bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+        self._recent: deque[float] = deque(maxlen=NUM_RECENT)  # the last values; equal values of one call count once
 
     def observe(self, value: float, count: int = 1) -> None:
+        self._recent.append(value)
         self._counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
+
+    def recent(self) -> dict[str, float]:
+        """Return the number, the mean and two percentiles of the last values, by the names in GetLoads' answer. Unlike
+        those of the buckets, these percentiles are exact. Return an empty dict if there are no values."""
+        ordered = sorted(self._recent)
+        if not ordered:
+            return {}
+        count = len(ordered)
+        p50, p99 = (ordered[-(-percent * count // 100) - 1] for percent in (50, 99))
+        return {"num_sequences": count, "mean": sum(ordered) / count, "p50": p50, "p99": p99}
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return the buckets of the histogram in Prometheus' form, as pairs. Each pair contains an upper bound, and the
@@ -251,6 +270,11 @@ class Metrics(Observer):
         # The total time of all steps on the worker, by part of the step, in microseconds.
         self.parts_us = dict.fromkeys((field.name for field in fields(StepParts)), 0)
         self._collection_began_at = 0.0, 0.0
+
+    def latencies(self) -> dict[str, dict[str, float]]:
+        """Return the latencies in GetLoads' answer by name. A latency without values is left out."""
+        found = {name: self.histograms[metric].recent() for name, metric in _LATENCIES.items()}
+        return {name: latency for name, latency in found.items() if latency}
 
     def collection(self, phase: str, info: dict[str, Any]) -> None:
         """Record the duration of a garbage collection, in wall time and CPU time. The function must be in

@@ -32,7 +32,6 @@ from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammar_checks import GrammarChecks
 from scheduler_service.serving.kv_events import KvEventLog
-from scheduler_service.serving.latencies import RecentLatencies
 from scheduler_service.serving.recording import Recorder, record
 from scheduler_service.serving.request_log import RequestLog
 from scheduler_service.serving.step_loop import StepLoop
@@ -90,7 +89,7 @@ class _Scheduler:
         link_tls = link_files("worker", config.worker_tls_ca, config.worker_tls_cert, config.worker_tls_key)
         self._service = service = RequestService(config, "server", link_tls)
         self._config = config
-        self._metrics, self._latencies = Metrics(), RecentLatencies()
+        self._metrics = Metrics()
         self._num_log_lines_dropped = num_log_lines_dropped
         options = _core_options(config, service.model)
         self._recorder = Recorder(config.record, options) if config.record else None
@@ -106,7 +105,7 @@ class _Scheduler:
         self._tracing = _tracing(config, info.served_model_name)
         self._kv_event_log = KvEventLog(max_bytes=config.max_kv_event_bytes)
         self._grammars = GrammarChecks(service.model, self._metrics.grammar_checked, service.tokenizer_json)
-        observers = [self._metrics, self._latencies, RequestLog(logs_all=config.log_requests), self._grammars]
+        observers = [self._metrics, RequestLog(logs_all=config.log_requests), self._grammars]
         self._step_loop = StepLoop(
             record(scheduler, self._recorder) if self._recorder else scheduler,
             observers if self._tracing is None else [*observers, self._tracing],
@@ -162,7 +161,7 @@ class _Scheduler:
             self._info,
             self._detached,
             lambda: self._activity.generation_throughput,
-            self._latencies,
+            self._metrics.latencies,
             max_pending_calls=self._config.core.max_waiting_requests,
             text_limits=service.text_limits,
             grammars=self._grammars,

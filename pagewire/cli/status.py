@@ -1,132 +1,163 @@
 """`pagewire status`: shows the load of a server, why a request waits, and the use of KV cache blocks."""
 
-import contextlib
+import argparse
+import asyncio
 import os
-import shutil
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import textwrap
+from collections.abc import Awaitable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import NoReturn
+from typing import TypeVar
 
 import grpc
 
-from pagewire.cli import connection
+from pagewire.cli import SUCCESS, connection
 from pagewire.cli.block_view import BlockView
-from pagewire.client.client import Client
+from pagewire.cli.figures import duration
+from pagewire.cli.watch import INTERVAL_S, Watch
+from pagewire.client.client import AsyncClient
 from pagewire.client.errors import PagewireError, Unavailable
-from pagewire.client.server_info import Loads, RequestReport, ServerInfo
+from pagewire.client.server_info import BlockMap, Latency, Loads, RequestReport, ServerInfo
 from pagewire.common.process.memory_size import describe_memory
 from pagewire.common.strict_json import to_json
 from pagewire.hosting.printable import printable
 from pagewire.options import Parser
 
-# Switch to the terminal's alternate screen without a cursor, and back.
-ENTER_SCREEN, LEAVE_SCREEN = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
-HOME, CLEAR_LINE, CLEAR_BELOW = "\033[H", "\033[K", "\033[J"
+Answer = TypeVar("Answer")
+
 BOLD, PLAIN = "\033[1m", "\033[0m"
-WATCH_INTERVAL_S = 1.0
-MIN_MAP_LINES = 4
-LEGEND_LINES = 8  # of the block map, including its headings
+GAP = "  "
+PLAIN_TEXT_SIZE = 80, 24  # columns and lines of the block map without a terminal
+MIN_MAP_LINES = 8  # with its legend
+# The rows that --watch shows above the map of the blocks. The other rows follow the map.
+FIRST_ROWS = {
+    *("model", "load", "running", "waiting", "KV cache", "throughput", "first token", "per token", "queue time"),
+    "tokens",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="pagewire status",
-        description="Show the model, the worker and the load of a server, or what one request is doing.",
+        description="Show the model, the worker and the load of a server, or what one request is doing. Latencies are "
+        "those of the last 1,000 sequences that ended.",
     )
     parser.add_argument(
-        "--watch", action="store_true", help="refresh every second, with a map of the KV cache's blocks, until Ctrl-C"
+        "--watch",
+        action="store_true",
+        help="refresh every second, with a map of the KV cache's blocks, until q or Ctrl-C; the last line of the "
+        "screen names the keys",
     )
     parser.add_argument("--request", metavar="ID", help="instead show what this request is doing, and why it waits")
     parser.add_argument("--tenant", default="", help="tenant that the request belongs to")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     connection.add_flags(parser)
     parsed = parser.parse_args(arguments)
-    with connection.client(parser, parsed, Client) as client:
-        view = _View(client, parsed.request, parsed.tenant, with_map=parsed.watch)
-        if not parsed.watch:
-            print(view.text(parsed.json), flush=True)
-            return 0
-        with _screen() if not parsed.json and sys.stdout.isatty() else contextlib.nullcontext():
-            _watch(view, parsed.json)
+    return asyncio.run(_show(connection.client(parser, parsed, AsyncClient), parsed))
 
 
-@contextlib.contextmanager
-def _screen() -> Iterator[None]:
-    """Switch the terminal to the alternate screen inside a `with` block, and always restore the terminal afterwards."""
-    print(ENTER_SCREEN, end="", flush=True)
+async def _show(client: AsyncClient, parsed: argparse.Namespace) -> int:
+    """Print the state once, or show it repeatedly for `--watch`. Return the exit code."""
+    has_screen = sys.stdout.isatty()
+    view = View(colour=has_screen and not os.environ.get("NO_COLOR"))
+    async with client:
+        if parsed.watch and not parsed.json and has_screen:
+            await Watch(view.lines).run(lambda: _read(client, parsed))
+        while True:
+            try:
+                state = await _read(client, parsed)
+                print(_json(state) if parsed.json else view.text(state), flush=True)
+            except Unavailable as error:
+                if not parsed.watch:
+                    raise
+                print(f"{datetime.now():%H:%M:%S} {printable(str(error))}", flush=True)
+            if not parsed.watch:
+                return SUCCESS
+            await asyncio.sleep(INTERVAL_S)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """The state of a server. `loads` and `blocks` are None if only operators may read them, and `blocks` also if no map
+    is needed."""
+
+    info: ServerInfo
+    loads: Loads | None
+    blocks: BlockMap | None
+
+
+async def _read(client: AsyncClient, parsed: argparse.Namespace) -> ServerState | RequestReport:
+    """Return the current state of the server or, with `--request`, of the request."""
+    if parsed.request is not None:
+        return await client.get_request(parsed.request, tenant=parsed.tenant)
+    info, loads = await client.info(), await _if_permitted(client.loads())
+    needs_map = parsed.watch and not parsed.json
+    return ServerState(info, loads, await _if_permitted(client.blocks()) if needs_map else None)
+
+
+async def _if_permitted(answer: Awaitable[Answer]) -> Answer | None:
+    """Return the answer of the server, or None if only operators may read it."""
     try:
-        yield
-    finally:
-        print(LEAVE_SCREEN, end="", flush=True)
+        return await answer
+    except PagewireError as error:
+        if error.code is not grpc.StatusCode.PERMISSION_DENIED:
+            raise
+        return None
 
 
-def _watch(view: "_View", as_json: bool) -> NoReturn:
-    while True:
-        try:
-            text = view.text(as_json)
-        except Unavailable as error:
-            text = f"{datetime.now():%H:%M:%S} {printable(str(error))}"
-        print(text if as_json or not sys.stdout.isatty() else _frame(text), flush=True)
-        time.sleep(WATCH_INTERVAL_S)
+def _json(state: ServerState | RequestReport) -> str:
+    return to_json({name: value for name, value in asdict(state).items() if name != "blocks"})
 
 
-def _frame(text: str) -> str:
-    """Return the terminal output that overwrites the previous screen with `text`. Lines beyond the height of the
-    terminal are left out."""
-    lines = text.split("\n")[: shutil.get_terminal_size().lines - 1]
-    return HOME + "".join(f"{line}{CLEAR_LINE}\n" for line in lines) + CLEAR_BELOW
+class View:
+    """Shows the state of a server or of a request as text, again and again."""
 
+    def __init__(self, *, colour: bool) -> None:
+        self._colour = colour
+        self._blocks = BlockView(colour=colour)
 
-class _View:
-    """Shows the state of a server, or of one request on the server, as text or JSON."""
-
-    def __init__(self, client: Client, request_id: str | None, tenant: str, *, with_map: bool) -> None:
-        self._client = client
-        self._request_id = request_id
-        self._tenant = tenant
-        self._with_map = with_map
-        self._colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        self._blocks = BlockView(colour=self._colour)
-
-    def text(self, as_json: bool) -> str:
-        if self._request_id is not None:
-            report = self._client.get_request(self._request_id, tenant=self._tenant)
-            return to_json(asdict(report)) if as_json else report_table(report, colour=self._colour)
-        info, loads = self._client.info(), self._loads()
-        if as_json:
-            return to_json({"info": asdict(info), "loads": None if loads is None else asdict(loads)})
-        described = table(info, loads, colour=self._colour)
-        if not self._with_map:
+    def text(self, state: ServerState | RequestReport) -> str:
+        """Return a state as text for standard output."""
+        described = table(state, colour=self._colour)
+        if isinstance(state, RequestReport) or state.blocks is None:
             return described
-        blocks = self._client.blocks()
-        size = shutil.get_terminal_size()
-        num_lines = max(MIN_MAP_LINES, size.lines - described.count("\n") - LEGEND_LINES)
-        return f"{described}\n\n{self._blocks.draw(blocks, size.columns, num_lines)}"
+        return f"{described}\n\n{self._blocks.draw(state.blocks, *PLAIN_TEXT_SIZE)}"
 
-    def _loads(self) -> Loads | None:
-        """Return the current load of the server, or None if only operators may read it."""
-        try:
-            return self._client.loads()
-        except PagewireError as error:
-            if error.code is not grpc.StatusCode.PERMISSION_DENIED:
-                raise
-            return None
+    def lines(self, state: ServerState | RequestReport, num_columns: int, num_lines: int, wanted: str) -> list[str]:
+        """Return a state as lines for a terminal: the most important rows, the map of the blocks, and the other rows.
+        If `wanted` is not empty, return only rows and requests that contain this text.
 
-
-def table(info: ServerInfo, loads: Loads | None, *, colour: bool) -> str:
-    """Return a text table of names and values that describes a server: the model, the limits and the current load."""
-    load_rows = [("load", "only operators may see it")] if loads is None else _load_rows(loads)
-    return _rows_text([*_info_rows(info), *load_rows], colour)
+        The map fills the lines that the rows leave free or, in a low terminal, that the first rows leave free.
+        """
+        rows = _rows(state)
+        described = zip(rows, _row_lines(rows, self._colour, num_columns), strict=True)
+        shown = [(row[0] in FIRST_ROWS, lines) for row, lines in described if wanted.casefold() in str(row).casefold()]
+        first, others = ([line for key, lines in shown if key is kind for line in lines] for kind in (True, False))
+        if isinstance(state, RequestReport) or state.blocks is None:
+            return [*first, *others]
+        num_free = num_lines - len(first) - len(others)
+        num_free = num_free if num_free >= MIN_MAP_LINES else num_lines - len(first)
+        return [*first, *self._blocks.draw(state.blocks, num_columns, num_free, wanted).split("\n"), *others]
 
 
-def report_table(report: RequestReport, *, colour: bool) -> str:
-    """Return a text table of names and values that describes the state of an unfinished request."""
+def table(state: ServerState | RequestReport, *, colour: bool) -> str:
+    """Return a text table of names and values that describes a server, without the map of the blocks, or an unfinished
+    request."""
+    return "\n".join(line for lines in _row_lines(_rows(state), colour) for line in lines)
+
+
+def _rows(state: ServerState | RequestReport) -> list[tuple[str, str]]:
+    if isinstance(state, RequestReport):
+        return _report_rows(state)
+    load_rows = [("load", "only operators may see it")] if state.loads is None else _load_rows(state.loads)
+    return [*_info_rows(state.info), *load_rows]
+
+
+def _report_rows(report: RequestReport) -> list[tuple[str, str]]:
     position = "" if report.queue_position is None else f", number {report.queue_position} in the queue"
     holders = [f"{holder.request_id or 'another tenant'} {holder.num_blocks}" for holder in report.holders]
-    rows = [
+    return [
         ("request", report.request_id + (f" of tenant {report.tenant}" if report.tenant else "")),
         ("state", f"{report.state}{position}, {report.age_seconds:.1f} s old"),
         ("why", report.reason or "it runs freely"),
@@ -138,13 +169,18 @@ def report_table(report: RequestReport, *, colour: bool) -> str:
         ("preempted", f"{report.num_preemptions} times"),
         ("holders", ", ".join(holders) or "none"),
     ]
-    return _rows_text(rows, colour)
 
 
-def _rows_text(rows: Sequence[tuple[str, str]], colour: bool) -> str:
-    width = max(len(name) for name, _ in rows)
+def _row_lines(rows: Sequence[tuple[str, str]], colour: bool, num_columns: int = sys.maxsize) -> list[list[str]]:
+    """Return the lines of each row. A value that is too long for `num_columns` continues below itself."""
+    name_width = max(len(name) for name, _ in rows)
     start, end = (BOLD, PLAIN) if colour else ("", "")
-    return "\n".join(f"{start}{name:<{width}}{end}  {printable(value)}" for name, value in rows)
+    found = []
+    for name, value in rows:
+        parts = textwrap.wrap(printable(value), num_columns - name_width - len(GAP)) or [""]
+        margin = " " * (name_width + len(GAP))
+        found.append([f"{start}{name:<{name_width}}{end}{GAP}{parts[0]}", *(margin + part for part in parts[1:])])
+    return found
 
 
 def _info_rows(info: ServerInfo) -> list[tuple[str, str]]:
@@ -176,19 +212,21 @@ def _load_rows(loads: Loads) -> list[tuple[str, str]]:
     hits = 100 * loads.num_cached_prompt_tokens / loads.num_prompt_tokens if loads.num_prompt_tokens else 0.0
     host_hits = 100 * loads.num_host_cached_prompt_tokens / loads.num_prompt_tokens if loads.num_prompt_tokens else 0.0
     return [
-        ("running", str(loads.num_running)),
+        ("running", f"{loads.num_running}, {loads.num_swapped} more are swapped out"),
         ("waiting", f"{loads.num_waiting} ({loads.num_waiting_tokens} prompt tokens)"),
         ("KV cache", f"{held:.1f} % held of {loads.num_device_blocks} blocks, {loads.num_cached_blocks} cached"),
-        ("swapped", str(loads.num_swapped)),
-        (
-            "host blocks",
-            f"{loads.num_held_host_blocks} held of {loads.num_host_blocks}, {loads.num_cached_host_blocks} cached",
-        ),
         ("throughput", f"{loads.generation_throughput:.1f} tokens/s"),
+        ("first token", _latency(loads.time_to_first_token)),
+        ("per token", _latency(loads.time_per_output_token)),
+        ("queue time", _latency(loads.queue_time)),
         (
             "tokens",
-            f"{loads.num_prompt_tokens} prompt ({hits:.1f} % cached, {host_hits:.1f} % on the host), "
-            f"{loads.num_generation_tokens} output",
+            f"{loads.num_generation_tokens} output, {loads.num_prompt_tokens} prompt ({hits:.1f} % cached)",
+        ),
+        (
+            "host blocks",
+            f"{loads.num_held_host_blocks} held of {loads.num_host_blocks}, {loads.num_cached_host_blocks} cached; "
+            f"{host_hits:.1f} % of the prompt tokens were found there",
         ),
         (
             "sessions",
@@ -206,3 +244,9 @@ def _load_rows(loads: Loads) -> list[tuple[str, str]]:
             f"{loads.num_worker_losses} workers lost",
         ),
     ]
+
+
+def _latency(latency: Latency | None) -> str:
+    if latency is None:
+        return "none yet"
+    return f"mean {duration(latency.mean)}, p50 {duration(latency.p50)}, p99 {duration(latency.p99)}"

@@ -34,6 +34,7 @@ class ScriptedScheduler(pb_grpc.SchedulerServiceServicer):
             version="1", served_model_name="storyteller", instance_id="one", max_model_len=512, vocab_size=4096
         )
         self.loads = pb.GetLoadsResponse(num_running=3, num_device_blocks=200, num_held_blocks=50)
+        self.blocks = pb.GetBlocksResponse()
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
@@ -52,6 +53,9 @@ class ScriptedScheduler(pb_grpc.SchedulerServiceServicer):
 
     def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.ServicerContext) -> Any:
         return self.loads
+
+    def GetBlocks(self, request: pb.GetBlocksRequest, context: grpc.ServicerContext) -> Any:
+        return self.blocks
 
 
 @contextmanager

@@ -559,7 +559,9 @@ def test_status_tells_the_share_of_the_prompts_that_each_cache_had(
         pb.GetLoadsResponse(num_prompt_tokens=8, num_cached_prompt_tokens=4, num_host_cached_prompt_tokens=1)
     )
     assert main(["status"]) == 0
-    assert "8 prompt (50.0 % cached, 12.5 % on the host)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "8 prompt (50.0 % cached)" in printed
+    assert "; 12.5 % of the prompt tokens were found there" in printed
 
 
 def test_status_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -568,6 +570,7 @@ def test_status_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed["info"]["max_model_len"] == 512
     assert printed["info"]["worker"] is None
     assert printed["loads"]["num_running"] == 3
+    assert printed["loads"]["queue_time"] is None
 
 
 def test_status_watch_goes_on_until_interrupted() -> None:

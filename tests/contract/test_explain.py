@@ -19,7 +19,7 @@ import pytest
 import pagewire
 from pagewire import AsyncClient, SamplingParams
 from pagewire.cli.block_view import BlockView
-from pagewire.cli.status import report_table
+from pagewire.cli.status import table
 from pagewire.client.server_info import CACHED, FREE, HELD, MOVING, SHARED, BlockHolder, BlockMap, RequestReport
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import BlockUse
@@ -297,7 +297,7 @@ def test_a_request_keeps_its_letter() -> None:
 
 def test_many_blocks_share_cells() -> None:
     uses = (HELD,) * 700 + (CACHED,) * 200 + (FREE,) * 100
-    drawn = BlockView(colour=False).draw(BlockMap(("x",), uses, ()), 20, 6).splitlines()
+    drawn = BlockView(colour=False).draw(BlockMap(("x",), uses, ()), 20, 11).splitlines()
     assert drawn[0] == "1000 device blocks, a cell is 10 blocks"
     assert "".join(drawn[1:6]) == "a" * 70 + "+" * 20 + "." * 10
     assert all(len(line) <= 20 for line in drawn[1:6])
@@ -329,7 +329,7 @@ def test_a_line_of_the_legend_is_as_full_as_the_terminal_is_wide(colour: bool) -
 def test_names_from_a_server_are_no_codes_for_the_terminal(name: str) -> None:
     numbers = {field.name: 1 for field in fields(RequestReport)}
     texts = {"request_id": name, "tenant": name, "state": name, "reason": name, "holders": (BlockHolder(name, 3),)}
-    drawn = report_table(RequestReport(**(numbers | texts)), colour=False)
+    drawn = table(RequestReport(**(numbers | texts)), colour=False)
     drawn += "\n" + BlockView(colour=False).draw(BlockMap((name,), (HELD, FREE), ()), 100, 5)
     assert all(line.isprintable() for line in drawn.split("\n"))
     assert not any(line.startswith("state  fine") for line in drawn.splitlines())

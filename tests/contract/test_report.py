@@ -4,11 +4,11 @@ import random
 from dataclasses import fields
 from typing import get_args
 
-from pagewire.common.wire.messages import SamplingParams, WorkerCapacity
+from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.api.grpc.report import decode_stats, encode_loads, encode_report, encode_worker
-from scheduler_service.core.request import BlockHolder, EndReason, Request, RequestReport, SchedulerStats, SequenceEnd
-from scheduler_service.serving.latencies import NUM_SEQUENCES, RecentLatencies
+from scheduler_service.core.request import BlockHolder, RequestReport, SchedulerStats
+from scheduler_service.metrics import NUM_RECENT, Metrics
 
 LATENCIES = {"time_to_first_token", "time_per_output_token", "queue_time"}
 
@@ -38,29 +38,19 @@ def test_loads_are_all_statistics() -> None:
     assert names(pb.GetLoadsResponse) - told == others
 
 
-def end(
-    arrived_at: float, scheduled_at: float | None, first_at: float | None, num_tokens: int, reason: EndReason
-) -> SequenceEnd:
-    """Return the end of a sequence with these times in seconds."""
-    return SequenceEnd(0, reason, 5, 0, num_tokens, None, "", arrived_at, scheduled_at, first_at)
-
-
-def test_latencies_are_those_of_the_sequences_that_ended_last() -> None:
-    latencies, request = RecentLatencies(), Request("r", "", (1, 2), SamplingParams(), 9)
-    assert latencies.summaries() == {}
-    latencies.sequence_ended(request, end(0.0, None, None, 0, EndReason.ABORT), 1.0)
-    latencies.sequence_ended(request, end(0.0, 1.0, 2.0, 3, EndReason.NAN_LOGITS), 9.0)
-    assert latencies.summaries() == {}, "a sequence without tokens and a failure have no latency"
-    latencies.sequence_ended(request, end(10.0, 10.5, 12.0, 1, EndReason.STOP), 12.0)
-    assert set(latencies.summaries()) == {"time_to_first_token", "queue_time"}, "one token has no time between tokens"
-    seconds = [float(value) for value in range(1, NUM_SEQUENCES + 1)]
+def test_latencies_are_those_of_the_last_observations() -> None:
+    metrics = Metrics()
+    assert metrics.latencies() == {}
+    queue_times = metrics.histograms["vllm:request_queue_time_seconds"]
+    seconds = [float(value) for value in range(1, NUM_RECENT + 1)]
     random.Random(4).shuffle(seconds)
-    for value in seconds:  # these replace the first sequence
-        latencies.sequence_ended(request, end(0.0, value, 2 * value, 5, EndReason.LENGTH), 2 * value + 4 * value)
-    found = encode_loads(SchedulerStats(**values(SchedulerStats, random.Random(1))), **latencies.summaries())
-    expected = pb.Latency(num_sequences=1000, mean=500.5, p50=500, p99=990)
-    assert found.queue_time == found.time_per_output_token == expected
-    assert found.time_to_first_token == pb.Latency(num_sequences=1000, mean=1001, p50=1000, p99=1980)
+    for value in [1e6, *seconds]:  # the first is forgotten
+        queue_times.observe(value)
+    metrics.first_token_after(0.25)
+    loads = encode_loads(SchedulerStats(**values(SchedulerStats, random.Random(1))), **metrics.latencies())
+    assert loads.queue_time == pb.Latency(num_sequences=1000, mean=500.5, p50=500, p99=990)
+    assert loads.time_to_first_token == pb.Latency(num_sequences=1, mean=0.25, p50=0.25, p99=0.25)
+    assert not loads.HasField("time_per_output_token")
 
 
 def test_a_report_is_told_in_full() -> None:

@@ -1,6 +1,6 @@
 """SchedulerService of a scheduler. Beyond requests, it serves detached requests and reports about the scheduler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import grpc.aio
@@ -20,7 +20,6 @@ from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammar_checks import GrammarChecks
 from scheduler_service.serving.intake import Intake
-from scheduler_service.serving.latencies import RecentLatencies
 from scheduler_service.serving.parsed_request import check_request_id
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid, unknown
@@ -42,7 +41,7 @@ class SchedulerServicer(RequestServicer):
         info: scheduler_pb2.GetServerInfoResponse,
         detached: DetachedRequests,
         generation_throughput: Callable[[], float],
-        latencies: RecentLatencies,
+        latencies: Callable[[], Mapping[str, Mapping[str, float]]],
         *,
         max_pending_calls: int,
         text_limits: TextLimits,
@@ -51,7 +50,7 @@ class SchedulerServicer(RequestServicer):
         quotas: Quotas | None = None,
     ) -> None:
         """Create the gRPC service of a scheduler. `info` is the part of GetServerInfo's answer that stays the same.
-        `generation_throughput` returns the output tokens per second, and `latencies` observes the step loop.
+        `generation_throughput` returns the output tokens per second, and `latencies` the fields of `Latency` by name.
         `retention_limit` returns the longest time, in seconds, for which a tenant's request may ask to keep its cached
         blocks. Without `quotas`, tenants have no quotas."""
         intake = Intake(
@@ -172,7 +171,7 @@ class SchedulerServicer(RequestServicer):
             generation_throughput=self._generation_throughput(),
             worker_connected=self._step_loop.exchange.is_connected,
             num_worker_losses=self._step_loop.availability.num_worker_losses,
-            **self._latencies.summaries(),
+            **self._latencies(),
         )
 
 

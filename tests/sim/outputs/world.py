@@ -22,7 +22,6 @@ from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.pooling_config import PoolingChoice
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammar_checks import GrammarChecks
-from scheduler_service.serving.latencies import RecentLatencies
 from scheduler_service.serving.observer import Observer
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.step_loop import StepLoop
@@ -163,7 +162,7 @@ class World:
             ),
             self.detached,
             lambda: 0.0,
-            RecentLatencies(),
+            dict,
             max_pending_calls=100,
             text_limits=limits,
             grammars=GrammarChecks(MODEL, lambda seconds, is_good: None),
