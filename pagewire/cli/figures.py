@@ -2,8 +2,8 @@
 
 
 def rounded(value: float) -> str:
-    """Return a number with three significant digits, but never fewer than the digits before its decimal point."""
-    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
+    """Return a number with three significant digits, or more if it has more digits before its decimal point."""
+    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
 def duration(seconds: float) -> str:

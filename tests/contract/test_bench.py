@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from pagewire.bench import throughput
+from pagewire.bench.latency import latency_table
 from pagewire.bench.profile import ServerTimes, Total, parse_times, profile, read_times, report
 from pagewire.bench.run import Arrival, RequestRecord, Run, run
 from pagewire.bench.statistics import percentile, summarize
 from pagewire.bench.throughput import Totals, total
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
 from pagewire.cli.command import main
+from pagewire.cli.figures import duration, rounded
 from pagewire.client.errors import CommandError, ResourceExhausted
 from pagewire.client.sampling_params import SamplingParams
 from pagewire.hosting.supervisor import free_port
@@ -42,7 +44,7 @@ def test_totals_of_a_run() -> None:
     totals = total(Run(RECORDS, 4.0, was_interrupted=True))
     assert totals == Totals(4.0, completed=2, failed=1, num_prompt_tokens=70, num_output_tokens=6)
     assert throughput.report(totals).split("\n") == [
-        "Throughput: 0.50 requests/s, 19.00 total tokens/s, 1.50 output tokens/s",
+        "Throughput: 0.500 requests/s, 19.0 total tokens/s, 1.50 output tokens/s",
         "Total num prompt tokens:  70",
         "Total num output tokens:  6",
     ]
@@ -53,6 +55,25 @@ def test_totals_of_a_run() -> None:
 def test_no_records() -> None:
     totals = total(Run((), 0.0, was_interrupted=True))
     assert throughput.report(totals).startswith("Throughput: 0.00 requests/s, 0.00 total tokens/s")
+
+
+def test_figures_have_three_significant_digits() -> None:
+    values = {
+        0.0: "0.00",
+        0.012345: "0.0123",
+        1.0: "1.00",
+        99.96: "100",
+        999.4: "999",
+        999.9: "1000",
+        -23456.7: "-23457",
+    }
+    assert {value: rounded(value) for value in values} == values
+    seconds = {0.0: "0.00 ms", 0.00123456: "1.23 ms", 0.99999: "1000 ms", 1.0: "1.00 s", 6543.21: "6543 s"}
+    assert {value: duration(value) for value in seconds} == seconds
+    summary = summarize([0.0123456789, 2.0], [50.0])
+    assert summary is not None
+    lines = ["Avg latency: 1.01 s", "Std latency: 994 ms", "50% percentile latency: 1.01 s"]
+    assert latency_table(summary).split("\n") == lines
 
 
 def test_percentiles_are_interpolated_linearly() -> None:
