@@ -231,28 +231,26 @@ class Histogram:
         self.bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
-        self._recent: deque[float] = deque(maxlen=NUM_RECENT)  # the last values; equal values of one call count once
+        self.recent: deque[float] = deque(maxlen=NUM_RECENT)  # the last values; the values of one call count once
 
     def observe(self, value: float, count: int = 1) -> None:
-        self._recent.append(value)
+        self.recent.append(value)
         self._counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
-
-    def recent(self) -> dict[str, float]:
-        """Return the number, the mean and two percentiles of the last values, by the names in GetLoads' answer. Unlike
-        those of the buckets, these percentiles are exact. Return an empty dict if there are no values."""
-        ordered = sorted(self._recent)
-        if not ordered:
-            return {}
-        count = len(ordered)
-        p50, p99 = (ordered[-(-percent * count // 100) - 1] for percent in (50, 99))
-        return {"num_sequences": count, "mean": sum(ordered) / count, "p50": p50, "p99": p99}
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return the buckets of the histogram in Prometheus' form, as pairs. Each pair contains an upper bound, and the
         number of all observations up to this bound."""
         bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+
+
+def _latency(ordered: Sequence[float]) -> dict[str, float]:
+    """Return the fields of the message `Latency` for sorted values. Unlike the percentiles of a histogram's buckets,
+    these percentiles are measured values."""
+    count = len(ordered)
+    p50, p99 = (ordered[count * percent // 100] for percent in (50, 99))
+    return {"num_sequences": count, "mean": sum(ordered) / count, "p50": p50, "p99": p99}
 
 
 class Metrics(Observer):
@@ -273,8 +271,8 @@ class Metrics(Observer):
 
     def latencies(self) -> dict[str, dict[str, float]]:
         """Return the latencies in GetLoads' answer by name. A latency without values is left out."""
-        found = {name: self.histograms[metric].recent() for name, metric in _LATENCIES.items()}
-        return {name: latency for name, latency in found.items() if latency}
+        ordered = {name: sorted(self.histograms[metric].recent) for name, metric in _LATENCIES.items()}
+        return {name: _latency(values) for name, values in ordered.items() if values}
 
     def collection(self, phase: str, info: dict[str, Any]) -> None:
         """Record the duration of a garbage collection, in wall time and CPU time. The function must be in

@@ -88,8 +88,8 @@ class BlockView:
         max_chars = max(1, num_columns - MARK_AND_COUNTS)
         device, host = Counter(block_map.device_blocks), Counter(block_map.host_blocks)
         held = sorted((use for use in device | host if use >= HELD), key=lambda use: (-device[use] - host[use], use))
-        names = [(use, printable(block_map.owners[use - HELD])) for use in held]
-        named = [(use, f"{name:.{max_chars}}") for use, name in names if wanted in name.casefold()]
+        names = {use: printable(block_map.owners[use - HELD]) for use in held}
+        named = [(use, f"{name:.{max_chars}}") for use, name in names.items() if wanted in name.casefold()]
         entries = [*([] if wanted else NAMES.items()), *named[:MAX_NAMED_OWNERS]]
         texts = []
         for use, name in entries:

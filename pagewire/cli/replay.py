@@ -1,15 +1,20 @@
 """`pagewire replay`: replays a recording without a worker and verifies that every plan is the same."""
 
+import re
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagewire.cli.figures import duration, rounded
 from pagewire.options import Parser
+from scheduler_service.core import explain
+from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.request import TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.serving.activity import share
 from scheduler_service.serving.recording import (
     CutShortError,
     Event,
@@ -29,11 +34,14 @@ def main(arguments: Sequence[str]) -> int:
     read."""
     parser = Parser(
         prog="pagewire replay",
-        description="Run a scheduler's recording (--record FILE) again without a worker, and check that all plans are "
-        "the same.",
+        description="Run a scheduler's recording (`pagewire serve MODEL --record FILE`) again, without a worker or "
+        "model. Print a summary: the load, the use of the KV cache, and why requests waited. Check that all plans are "
+        "the same as in the recording; a difference means another version of Pagewire or a bug.",
     )
     parser.add_argument("file", metavar="FILE", help="the file that --record wrote")
-    parser.add_argument("--plans", action="store_true", help="print every plan, as one JSON object per line")
+    parser.add_argument(
+        "--plans", action="store_true", help="print every plan, as one JSON object per line, instead of the summary"
+    )
     parsed = parser.parse_args(arguments)
     try:
         with Path(parsed.file).open(encoding="ascii", errors="replace", newline="\n") as file:
@@ -46,27 +54,60 @@ def main(arguments: Sequence[str]) -> int:
     return UNREADABLE
 
 
-@dataclass(slots=True)
-class _Progress:
-    num_events: int = 0
-    num_steps: int = 0
-    num_tokens: int = 0
-    started_at: float = 0.0
+class _Summary:
+    """The content of a recording up to an event: counts, the load, and the reasons why requests waited."""
 
-    def count(self, event: Event, value: Any) -> None:
-        self.num_events = event.number
-        if event.name == "schedule" and value is not None:
-            self.num_steps += 1
+    def __init__(self) -> None:
+        self._started_at = time.monotonic()
+        self._counts: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()  # sequences, by reason
+        self._peaks: Counter[str] = Counter()
+        self._now = 0.0  # in the time of the recording
+        self._reason, self._used = "", 0.0  # why the first request in the queue waits; the share of the device blocks
+        self._seconds: dict[str, float] = defaultdict(float)  # by this reason
+        self._used_seconds = 0.0  # the integral of the share over time
+
+    def count(self, event: Event, value: Any, state: Lifecycle) -> None:
+        """Count an event, its result, and the state of the scheduler after the event."""
+        elapsed = event.now - self._now if self._counts else 0.0
+        self._now = event.now
+        self._used_seconds += elapsed * self._used
+        self._seconds[self._reason] += elapsed
+        self._counts.update({"events": 1, event.name: value is not None})
         if isinstance(value, TokenOutputs):
-            self.num_tokens += len(value.token_ids) + sum(len(found.token_ids) for found in value.hypotheses)
+            tokens = [value.token_ids, *(found.token_ids for found in value.hypotheses)]
+            self._counts["tokens"] += sum(map(len, tokens))
+            self._ended.update(end.reason.value for end in value.ended)
+        if event.name in ("schedule", "worker_lost"):
+            stats = explain.stats(state)
+            self._reason = re.sub(r"[,;].*|\d+ (of \d+ )?", "", explain.queue_reason(state))
+            self._used = share(stats.num_held_blocks, stats.num_device_blocks)
+            self._peaks |= Counter(running=stats.num_running, waiting=stats.num_waiting, used=round(100 * self._used))
+
+    def table(self, state: Lifecycle) -> str:
+        """Return the summary as lines of names and values. `state` is the state of the scheduler after all events."""
+        stats, counts, peaks, seconds = explain.stats(state), self._counts, self._peaks, sum(self._seconds.values())
+        reasons = sorted(filter(None, self._seconds), key=lambda reason: -self._seconds[reason])
+        waits = [f"{share(self._seconds[reason], seconds):.0%} of the time, {reason}" for reason in reasons]
+        rows = {
+            "recorded": f"{duration(seconds)}, {rounded(share(counts['schedule'], seconds))} steps/s",
+            "requests": f"{counts['add']}, at most {peaks['running']} running and {peaks['waiting']} waiting",
+            "ended": ", ".join(f"{number} {reason}" for reason, number in self._ended.most_common()) or "none",
+            "tokens": f"{stats.num_prompt_tokens} prompt ({stats.num_cached_prompt_tokens} cached), "
+            f"{counts['tokens']} output, {rounded(share(counts['tokens'], seconds))} output/s",
+            "KV cache": f"{share(self._used_seconds, seconds):.0%} held on average, {peaks['used']}% at most",
+            "preempted": f"{stats.num_preemptions} times, {stats.num_swap_preemptions} of them by swapping",
+            "waiting": f"the first request in the queue: {', '.join(waits) or 'never'}",
+        }
+        return "\n".join(f"{name:<9}  {value}" for name, value in rows.items())
 
     def __str__(self) -> str:
-        seconds = time.monotonic() - self.started_at
-        return f"{self.num_events} events, {self.num_steps} steps, {self.num_tokens} tokens in {seconds:.2f} s"
+        seconds, counts = time.monotonic() - self._started_at, self._counts
+        return f"{counts['events']} events, {counts['schedule']} steps, {counts['tokens']} tokens in {seconds:.2f} s"
 
 
 def _replay(reader: RecordingReader, *, prints_plans: bool) -> int:
-    scheduler, progress = Scheduler(reader.options), _Progress(started_at=time.monotonic())
+    scheduler, summary = Scheduler(reader.options), _Summary()
     try:
         for event in reader.events():
             value, told = _perform(scheduler, event)
@@ -78,13 +119,15 @@ def _replay(reader: RecordingReader, *, prints_plans: bool) -> int:
                 print(f"actual:   {encode(told)}")
                 if isinstance(value, TokenOutputs):
                     print(f"that is:  {encode(value)}")
-                print(f"replayed before it without a difference: {progress}")
+                print(f"replayed before it without a difference: {summary}")
                 return DIFFERENT
-            progress.count(event, value)
+            summary.count(event, value, scheduler.state)
     except CutShortError as error:
         print(f"{error}; {error.number - 1} events were replayed without a difference")
         return DIFFERENT
-    print(f"replayed without a difference: {progress}")
+    print(f"replayed without a difference: {summary}")
+    if not prints_plans:
+        print(summary.table(scheduler.state))
     return SUCCESS
 
 

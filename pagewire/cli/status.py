@@ -5,10 +5,9 @@ import asyncio
 import os
 import sys
 import textwrap
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import TypeVar
 
 import grpc
 
@@ -18,13 +17,11 @@ from pagewire.cli.figures import duration
 from pagewire.cli.watch import INTERVAL_S, Watch
 from pagewire.client.client import AsyncClient
 from pagewire.client.errors import PagewireError, Unavailable
-from pagewire.client.server_info import BlockMap, Latency, Loads, RequestReport, ServerInfo
+from pagewire.client.server_info import BlockMap, Loads, RequestReport, ServerInfo
 from pagewire.common.process.memory_size import describe_memory
 from pagewire.common.strict_json import to_json
 from pagewire.hosting.printable import printable
 from pagewire.options import Parser
-
-Answer = TypeVar("Answer")
 
 BOLD, PLAIN = "\033[1m", "\033[0m"
 GAP = "  "
@@ -67,7 +64,8 @@ async def _show(client: AsyncClient, parsed: argparse.Namespace) -> int:
         while True:
             try:
                 state = await _read(client, parsed)
-                print(_json(state) if parsed.json else view.text(state), flush=True)
+                values = {name: value for name, value in asdict(state).items() if name != "blocks"}
+                print(to_json(values) if parsed.json else view.text(state), flush=True)
             except Unavailable as error:
                 if not parsed.watch:
                     raise
@@ -91,23 +89,13 @@ async def _read(client: AsyncClient, parsed: argparse.Namespace) -> ServerState 
     """Return the current state of the server or, with `--request`, of the request."""
     if parsed.request is not None:
         return await client.get_request(parsed.request, tenant=parsed.tenant)
-    info, loads = await client.info(), await _if_permitted(client.loads())
-    needs_map = parsed.watch and not parsed.json
-    return ServerState(info, loads, await _if_permitted(client.blocks()) if needs_map else None)
-
-
-async def _if_permitted(answer: Awaitable[Answer]) -> Answer | None:
-    """Return the answer of the server, or None if only operators may read it."""
+    info = await client.info()
     try:
-        return await answer
+        return ServerState(info, await client.loads(), await client.blocks() if parsed.watch else None)
     except PagewireError as error:
         if error.code is not grpc.StatusCode.PERMISSION_DENIED:
             raise
-        return None
-
-
-def _json(state: ServerState | RequestReport) -> str:
-    return to_json({name: value for name, value in asdict(state).items() if name != "blocks"})
+        return ServerState(info, None, None)
 
 
 class View:
@@ -119,7 +107,7 @@ class View:
 
     def text(self, state: ServerState | RequestReport) -> str:
         """Return a state as text for standard output."""
-        described = table(state, colour=self._colour)
+        described = "\n".join(line for lines in _row_lines(_rows(state), self._colour) for line in lines)
         if isinstance(state, RequestReport) or state.blocks is None:
             return described
         return f"{described}\n\n{self._blocks.draw(state.blocks, *PLAIN_TEXT_SIZE)}"
@@ -139,12 +127,6 @@ class View:
         num_free = num_lines - len(first) - len(others)
         num_free = num_free if num_free >= MIN_MAP_LINES else num_lines - len(first)
         return [*first, *self._blocks.draw(state.blocks, num_columns, num_free, wanted).split("\n"), *others]
-
-
-def table(state: ServerState | RequestReport, *, colour: bool) -> str:
-    """Return a text table of names and values that describes a server, without the map of the blocks, or an unfinished
-    request."""
-    return "\n".join(line for lines in _row_lines(_rows(state), colour) for line in lines)
 
 
 def _rows(state: ServerState | RequestReport) -> list[tuple[str, str]]:
@@ -208,6 +190,11 @@ def _info_rows(info: ServerInfo) -> list[tuple[str, str]]:
 
 
 def _load_rows(loads: Loads) -> list[tuple[str, str]]:
+    latencies = {
+        "first token": loads.time_to_first_token,
+        "per token": loads.time_per_output_token,
+        "queue time": loads.queue_time,
+    }
     held = 100 * loads.num_held_blocks / loads.num_device_blocks if loads.num_device_blocks else 0.0
     hits = 100 * loads.num_cached_prompt_tokens / loads.num_prompt_tokens if loads.num_prompt_tokens else 0.0
     host_hits = 100 * loads.num_host_cached_prompt_tokens / loads.num_prompt_tokens if loads.num_prompt_tokens else 0.0
@@ -216,9 +203,12 @@ def _load_rows(loads: Loads) -> list[tuple[str, str]]:
         ("waiting", f"{loads.num_waiting} ({loads.num_waiting_tokens} prompt tokens)"),
         ("KV cache", f"{held:.1f} % held of {loads.num_device_blocks} blocks, {loads.num_cached_blocks} cached"),
         ("throughput", f"{loads.generation_throughput:.1f} tokens/s"),
-        ("first token", _latency(loads.time_to_first_token)),
-        ("per token", _latency(loads.time_per_output_token)),
-        ("queue time", _latency(loads.queue_time)),
+        *(
+            (name, f"mean {duration(found.mean)}, p50 {duration(found.p50)}, p99 {duration(found.p99)}")
+            if found
+            else (name, "none yet")
+            for name, found in latencies.items()
+        ),
         (
             "tokens",
             f"{loads.num_generation_tokens} output, {loads.num_prompt_tokens} prompt ({hits:.1f} % cached)",
@@ -244,9 +234,3 @@ def _load_rows(loads: Loads) -> list[tuple[str, str]]:
             f"{loads.num_worker_losses} workers lost",
         ),
     ]
-
-
-def _latency(latency: Latency | None) -> str:
-    if latency is None:
-        return "none yet"
-    return f"mean {duration(latency.mean)}, p50 {duration(latency.p50)}, p99 {duration(latency.p99)}"

@@ -10,7 +10,7 @@ import sys
 import termios
 import textwrap
 import tty
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from shutil import get_terminal_size
 from typing import Generic, NoReturn, TypeVar
@@ -23,13 +23,12 @@ State = TypeVar("State")
 
 # Switch to the alternate screen, hide the cursor, and cut long lines instead of wrapping them; and back.
 ENTER_SCREEN, LEAVE_SCREEN = "\033[?1049h\033[?25l\033[?7l", "\033[?7h\033[?25h\033[?1049l"
-HOME, CLEAR_LINE, CLEAR_BELOW = "\033[H", "\033[K", "\033[J"
 KEY = re.compile("\033\\[[0-9;]*[A-Za-z~]|\033O[A-Z]|.", re.DOTALL)
 UP, DOWN, PAGE_UP, PAGE_DOWN = ("\033[A", "\033OA", "k"), ("\033[B", "\033OB", "j"), "\033[5~", "\033[6~"
 ESCAPE, ENTER, BACKSPACE = "\033", "\r\n", "\x7f\b"
 HELP = "q: end   up/down: scroll   /: filter"
-ESCAPE_DELAY_S = 0.05  # between the first byte and the rest of a key's escape sequence
 INTERVAL_S, TIMEOUT_S = 1.0, 5.0  # between two refreshes, and for the answers to one refresh
+ESCAPE_DELAY_S = 0.05  # between the first byte and the rest of a key's escape sequence
 
 
 class Watch(Generic[State]):
@@ -41,15 +40,15 @@ class Watch(Generic[State]):
         self._lines = lines
         self._state: State | None = None
         self._problem = "waiting for the server"
-        self._text = ""  # of the filter
-        self._is_typing = False
+        self._text, self._is_typing = "", False  # of the filter
         self._first_line = self._page = 0  # the first line on the screen, and the number of lines on the screen
 
     async def run(self, read: Callable[[], Awaitable[State]]) -> NoReturn:
         """Read and draw the state once a second, until a key or a signal ends the process. If the server cannot be
         reached, the last state stays on the screen."""
         loop = asyncio.get_running_loop()
-        with self._screen(loop):
+        with contextlib.ExitStack() as stack:
+            self._open_screen(stack, loop)
             while True:
                 self._draw()
                 next_at = loop.time() + INTERVAL_S
@@ -63,26 +62,23 @@ class Watch(Generic[State]):
                 self._draw()
                 await asyncio.sleep(next_at - loop.time())
 
-    @contextlib.contextmanager
-    def _screen(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Switch the terminal to the alternate screen inside a `with` block, and always restore the terminal
-        afterwards. Inside the block, keys are read unless standard input is not a terminal."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(print, LEAVE_SCREEN, end="", flush=True)
-            if sys.stdin.isatty():
-                keyboard = sys.stdin.fileno()
-                stack.callback(termios.tcsetattr, keyboard, termios.TCSAFLUSH, termios.tcgetattr(keyboard))
-                tty.setcbreak(keyboard)
-                loop.add_reader(keyboard, self._read_keys, keyboard)
-                stack.callback(loop.remove_reader, keyboard)
-            # A command that Ctrl-Z stops could not restore the terminal.
-            stack.callback(signal.signal, signal.SIGTSTP, signal.signal(signal.SIGTSTP, signal.SIG_IGN))
-            loop.add_signal_handler(signal.SIGWINCH, self._draw)
-            stack.callback(loop.remove_signal_handler, signal.SIGWINCH)
-            # An exit in a callback ends the event loop, which cancels `run`.
-            loop.add_signal_handler(signal.SIGTERM, sys.exit, 128 + signal.SIGTERM)
-            print(ENTER_SCREEN, end="", flush=True)
-            yield
+    def _open_screen(self, stack: contextlib.ExitStack, loop: asyncio.AbstractEventLoop) -> None:
+        """Switch the terminal to the alternate screen, and read keys unless standard input is not a terminal. `stack`
+        always restores the terminal."""
+        stack.callback(print, LEAVE_SCREEN, end="", flush=True)
+        if sys.stdin.isatty():
+            keyboard = sys.stdin.fileno()
+            stack.callback(termios.tcsetattr, keyboard, termios.TCSAFLUSH, termios.tcgetattr(keyboard))
+            tty.setcbreak(keyboard)
+            loop.add_reader(keyboard, self._read_keys, keyboard)
+            stack.callback(loop.remove_reader, keyboard)
+        # A command that Ctrl-Z stops could not restore the terminal.
+        stack.callback(signal.signal, signal.SIGTSTP, signal.signal(signal.SIGTSTP, signal.SIG_IGN))
+        loop.add_signal_handler(signal.SIGWINCH, self._draw)
+        stack.callback(loop.remove_signal_handler, signal.SIGWINCH)
+        # An exit in a callback ends the event loop, which cancels `run`.
+        loop.add_signal_handler(signal.SIGTERM, sys.exit, 128 + signal.SIGTERM)
+        print(ENTER_SCREEN, end="", flush=True)
 
     def _read_keys(self, keyboard: int) -> None:
         """Process the keys that were typed, and draw the view again. End the command if the terminal was closed."""
@@ -118,5 +114,6 @@ class Watch(Generic[State]):
             keys = f"/{self._text}_   enter: keep the filter   escape: clear it"
         elif self._text:
             keys = f"filter {self._text}   escape: clear it   {keys}"
-        text = "".join(f"{line}{CLEAR_LINE}\n" for line in [*problem, *lines[self._first_line : last]])
-        print(f"{HOME}{text}{CLEAR_BELOW}\033[{rows}H{keys[:columns]}", end="", flush=True)
+        # From the top: lines that are each cleared to their end, then an empty rest, then the last line.
+        text = "".join(f"{line}\033[K\n" for line in [*problem, *lines[self._first_line : last]])
+        print(f"\033[H{text}\033[J\033[{rows}H{keys[:columns]}", end="", flush=True)

@@ -54,7 +54,7 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
     group, worker = state.groups[tenant, request_id], state.worker
     has_place = group.state in QUEUED and group not in state.waiting.held
     position = state.waiting.position(group) if has_place else None
-    num_wanted = _num_wanted_blocks(group, worker) if worker.has_worker else 0
+    num_wanted = _num_wanted_blocks(group, worker)
     sequences = group.sequences
     return RequestReport(
         request_id=group.request.request_id,
@@ -75,6 +75,13 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
         holders=_holders(group, [*state.running, *state.loading]),
         arrived_at=group.arrived_at,
     )
+
+
+def queue_reason(state: Lifecycle) -> str:
+    """Return the reason why the first request of the queue waits, as in its report. The result is empty if no request
+    waits."""
+    group, worker = state.waiting.next(), state.worker
+    return "" if group is None else _reason(group, worker, 1, _num_wanted_blocks(group, worker))
 
 
 def block_map(state: Lifecycle) -> BlockMap:
@@ -106,6 +113,8 @@ def block_map(state: Lifecycle) -> BlockMap:
 def _num_wanted_blocks(group: SequenceGroup, worker: WorkerState) -> int:
     """Return how many KV cache blocks a request still needs in order to start or to continue."""
     cache = worker.cache
+    if not worker.has_worker:
+        return 0
     if group.state is GroupState.RUNNING:
         lacking = [row for row in group.open_rows if row in worker.rows.active]
         return max(0, num_missing_blocks(cache, [(row, min(1, row.num_uncomputed_tokens)) for row in lacking]))

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 import pagewire
 from pagewire import AsyncClient, Client, SamplingParams
-from pagewire.cli.status import ServerState, table
+from pagewire.cli.status import ServerState, View
 from pagewire.common.chat.chat_template import ChatTemplateError, render
 from pagewire.common.chat.template_sandbox import MAX_STEPS
 from testing.scheduler_stack import VOCAB_SIZE, make_checkpoint, serve
@@ -124,9 +124,9 @@ async def test_templates_are_asked_for_by_name_and_refuse_in_their_own_words(
         info = await client.info()
         assert sorted(info.named_chat_templates) == ["default", "rag"]
         assert info.chat_refusals == ("tools, the result of a tool: line 1: no tools here",)
-        assert "chat               refused: tools, the result of a tool: line 1: no tools here" in table(
-            ServerState(dataclasses.replace(info, structured_output_refusal="x"), None, None), colour=False
-        )
+        state = ServerState(dataclasses.replace(info, structured_output_refusal="x"), None, None)
+        line = "chat               refused: tools, the result of a tool: line 1: no tools here"
+        assert line in View(colour=False).text(state)
         for name, text in (("rag", "worldhello"), ("default", "hello"), (None, "hello")):
             variables = {"documents": ["world"]}
             answer = await client.chat([HELLO], max_tokens=1, chat_template=name, template_variables=variables)

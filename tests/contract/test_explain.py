@@ -19,7 +19,7 @@ import pytest
 import pagewire
 from pagewire import AsyncClient, SamplingParams
 from pagewire.cli.block_view import BlockView
-from pagewire.cli.status import table
+from pagewire.cli.status import View
 from pagewire.client.server_info import CACHED, FREE, HELD, MOVING, SHARED, BlockHolder, BlockMap, RequestReport
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import BlockUse
@@ -329,7 +329,7 @@ def test_a_line_of_the_legend_is_as_full_as_the_terminal_is_wide(colour: bool) -
 def test_names_from_a_server_are_no_codes_for_the_terminal(name: str) -> None:
     numbers = {field.name: 1 for field in fields(RequestReport)}
     texts = {"request_id": name, "tenant": name, "state": name, "reason": name, "holders": (BlockHolder(name, 3),)}
-    drawn = table(RequestReport(**(numbers | texts)), colour=False)
+    drawn = View(colour=False).text(RequestReport(**(numbers | texts)))
     drawn += "\n" + BlockView(colour=False).draw(BlockMap((name,), (HELD, FREE), ()), 100, 5)
     assert all(line.isprintable() for line in drawn.split("\n"))
     assert not any(line.startswith("state  fine") for line in drawn.splitlines())

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,14 @@ import grpc.aio
 import pytest
 
 from pagewire.cli.replay import main
+from pagewire.common.wire.messages import SamplingParams, WorkerCapacity
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
+from scheduler_service.core.request import Request
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
+from scheduler_service.serving.recording import Recorder, record
 from testing.core.recorded_history import RecordedHistory
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import make_checkpoint, request, serve
@@ -53,8 +59,46 @@ async def test_what_a_service_did_is_replayed_in_another_process(tmp_path: Path)
     assert result.stdout.startswith("replayed without a difference: ")
     num_tokens = int(result.stdout.split(" tokens")[0].split()[-1])
     assert num_tokens >= 6 * 2 * 20 + 12
+    summary = dict(re.split("  +", line, maxsplit=1) for line in result.stdout.splitlines()[1:])
+    assert list(summary) == ["recorded", "requests", "ended", "tokens", "KV cache", "preempted", "waiting"]
+    assert summary["requests"].startswith("8, at most 4 running and ")
+    assert summary["ended"] == "13 length, 1 abort"
+    assert f"{num_tokens} output" in summary["tokens"]
+    assert "% of the time, it waits for rows" in summary["waiting"]
+    shares = [int(share) for share in re.findall(r"(\d+)%", summary["waiting"])]
+    assert 0 < sum(shares) <= 100 + len(shares)
     names = {json.loads(line)[0] for line in path.read_text().splitlines()[1:]}
     assert {"add", "abort", "schedule", "complete", "worker_joined", "worker_lost"} <= names
+
+
+def test_the_reasons_of_a_queue_are_summed_over_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One request holds three of ten blocks and the only row from 2 s to 8 s; then no worker is connected until 10 s."""
+    options = SchedulerOptions(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64)
+    recorder = Recorder(str(tmp_path / "recording"), options)
+    recorder.open()
+    scheduler = record(Scheduler(options), recorder)
+    first, second = (Request(name, "", (1,) * 8, SamplingParams(), 4) for name in ("first", "second"))
+    scheduler.worker_joined(WorkerCapacity("w", b"", 300, 64, 4, 10, 1, 1, 16, "cpu", "float32", "torch"), 1, 0.0)
+    scheduler.add(first, 0.0)
+    scheduler.schedule(2.0)
+    scheduler.add(second, 2.0)
+    scheduler.schedule(2.0)
+    scheduler.worker_lost(8.0)
+    scheduler.abort("", "first", 8.0)
+    scheduler.abort("", "second", 10.0)
+    recorder.close()
+    assert main([str(tmp_path / "recording")]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [re.sub(" +", " ", row) for row in rows] == [
+        "recorded 10.0 s, 0.200 steps/s",
+        "requests 2, at most 1 running and 2 waiting",
+        "ended 2 abort",
+        "tokens 8 prompt (0 cached), 0 output, 0.00 output/s",
+        "KV cache 18% held on average, 30% at most",
+        "preempted 0 times, 0 of them by swapping",
+        "waiting the first request in the queue: 60% of the time, it waits for rows, "
+        "20% of the time, no worker is connected",
+    ]
 
 
 def test_the_plans_can_be_seen(recording: Path) -> None:

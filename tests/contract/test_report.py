@@ -48,7 +48,7 @@ def test_latencies_are_those_of_the_last_observations() -> None:
         queue_times.observe(value)
     metrics.first_token_after(0.25)
     loads = encode_loads(SchedulerStats(**values(SchedulerStats, random.Random(1))), **metrics.latencies())
-    assert loads.queue_time == pb.Latency(num_sequences=1000, mean=500.5, p50=500, p99=990)
+    assert loads.queue_time == pb.Latency(num_sequences=1000, mean=500.5, p50=501, p99=991)
     assert loads.time_to_first_token == pb.Latency(num_sequences=1, mean=0.25, p50=0.25, p99=0.25)
     assert not loads.HasField("time_per_output_token")
 
