@@ -72,7 +72,7 @@ async def test_what_a_service_did_is_replayed_in_another_process(tmp_path: Path)
 
 
 def test_the_reasons_of_a_queue_are_summed_over_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One request holds three of ten blocks and the only row from 2 s to 8 s; then no worker is connected until 10 s."""
+    """From 2 s to 8 s, one request has the only row and three of ten blocks. Then the worker is lost until 10 s."""
     options = SchedulerOptions(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64)
     recorder = Recorder(str(tmp_path / "recording"), options)
     recorder.open()
