@@ -141,6 +141,7 @@ lock: .venv-uv/.ready  ## write constraints.txt and the images' lock files after
 
 docs: $(READY)  ## write the pages in docs/ that are generated from code
 	$(BIN)/python -m docs.reference
+	$(BIN)/python -m docs.captures
 
 model: $(READY)  ## train the bundled model again
 	$(BIN)/python -m models.train_storyteller $(MODEL)

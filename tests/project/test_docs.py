@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from docs.captures import CAPTURES, part_of, wording
 from docs.reference import FOLDER, PAGES, by_hand
 from pagewire import options
 from pagewire.cli.command import BENCHES, VERBS
@@ -61,6 +62,20 @@ def spans(path: Path) -> list[str]:
 @pytest.mark.parametrize("name", PAGES)
 def test_made_page_is_up_to_date(name: str) -> None:
     assert (FOLDER / name).read_text(encoding="utf-8") == PAGES[name](), "run `make docs`"
+
+
+@pytest.mark.parametrize(("page", "name"), [capture[:2] for capture in CAPTURES])
+def test_a_capture_is_on_its_page(page: str, name: str) -> None:
+    text = read(Path(page))
+    assert len(wording(part_of(text, name))) > 20
+    assert max(map(len, part_of(text, name).splitlines())) <= 120
+    assert part_of(text, name) not in by_hand(text)
+
+
+def test_a_capture_with_other_figures_has_the_same_wording() -> None:
+    first = "running  4, 0 more\n+++aab...\na story-1 28  b story-5 7\n12.5 ms"
+    assert wording(first) == wording("running  3, 12 more\n+b+.....\na story-2 9  c story-3 71\n1.75 ms")
+    assert wording(first) != wording(first.replace("running", "waiting"))
 
 
 # Links
