@@ -3,22 +3,21 @@ that names the field, its value and the accepted values."""
 
 import asyncio
 import contextlib
-import difflib
 import functools
 import json
-import re
 from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
-from msgspec import Meta, Struct, defstruct, field, structs
+from msgspec import UNSET, Meta, Struct, defstruct, field, structs
 from starlette.types import Receive, Scope
 
-from pagewire.common.chat.template_forms import refused_medium
 from pagewire.common.strict_json import MAX_VALUES, count_values
 from pagewire.common.surrogates import without_halves
 from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
+from scheduler_service.api.http.field_errors import SHOWN_CHARS, components, field_error, fields_of, structs_in
+from scheduler_service.api.http.openapi import note
 from scheduler_service.api.http.refusals import HttpRefusal
 from scheduler_service.api.http.requests import INERT
 from scheduler_service.serving.refusal import RefusedError, invalid
@@ -26,15 +25,9 @@ from scheduler_service.serving.turns import PIECE_SIZE, Turns
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 BODY_TIMEOUT_S = 30.0
-_SHOWN_CHARS = 60
+TOO_DEEP = "the body is nested too deeply; send fewer lists and objects inside each other"
 _MAX_SHOWN_BYTES = 64 << 10  # limit of bodies that are decoded again to quote a value or path in an error
 _HALF = "an unpaired surrogate, which is not a character; split texts only between characters"
-_MAX_ERROR_CHARS = 600  # read at each end of a decoder's error: the middle only quotes the client
-_PLACE = " - at `"  # separates the reason from the path in a decoder's error
-_UNKNOWN = "Object contains unknown field `"
-_NO_TAG = "Invalid value '"
-_INDEX = re.compile(r"\[(\d+)\]")
-_IN_BRACKETS = re.compile(r"\[[^][]*\]")
 # Fields of other servers and of proxies that have no effect on an answer.
 _IGNORED_FIELDS = frozenset(
     {
@@ -71,7 +64,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     headers = scope["header_values"]
     encoding = headers.get(b"content-encoding") or "identity"
     if encoding.lower() != "identity":
-        raise HttpRefusal(415, f"the body has the unsupported encoding {encoding[:_SHOWN_CHARS]!r}; send it unencoded")
+        raise HttpRefusal(415, f"the body has the unsupported encoding {encoding[:SHOWN_CHARS]!r}; send it unencoded")
     length = headers.get(b"content-length", "0")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
         raise _too_large(int(length))
@@ -88,7 +81,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        raise HttpRefusal(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+        raise HttpRefusal(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again") from None
 
 
 def _too_large(num_bytes: int) -> HttpRefusal:
@@ -120,29 +113,32 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
         try:
             decoded = _decoder(kind).decode(body)
         except msgspec.ValidationError:
-            decoded = _decoder(kind).decode(_normalized(body, kind))
+            decoded = _decode_normalized(body, kind)
         # Do not keep the unread fields of a large request in memory.
         return structs.replace(decoded, **_unset_inert(kind)) if len(body) > PIECE_SIZE else decoded
-    except msgspec.ValidationError as error:
-        raise _refusal(str(error), body, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if rb"\ud" in body.lower():
             raise _undecodable_refusal(body) from None
-        raise invalid("", f"the body is not valid JSON: {error}") from None
+        reason = str(error).removeprefix("JSON is malformed: ")
+        raise invalid("", f"the body is not valid JSON: {reason}; send one JSON object in UTF-8") from None
     except RecursionError:
-        raise invalid("", "the body is nested too deeply") from None
+        raise invalid("", TOO_DEEP) from None
 
 
-def _normalized(body: bytes, kind: type[Struct]) -> bytes:
-    """Convert a JSON request body that `kind` does not accept into the form that `kind` accepts, and return the new
-    JSON. `_normalized_value` describes the conversions. Return the body unchanged if it is not valid JSON."""
+def _decode_normalized(body: bytes, kind: type[_Request]) -> _Request:
+    """Decode a JSON request body that `kind` does not accept: convert it to the form that `kind` accepts, and decode
+    the result. `_normalized` describes the conversions. Raises RefusedError if the result is invalid."""
+    given = read = UNSET
+    with contextlib.suppress(msgspec.ValidationError):  # a number that is too large
+        given = msgspec.json.decode(body)
+        read = _normalized(given, kind)
     try:
-        return msgspec.json.encode(_normalized_value(msgspec.json.decode(body), kind))
-    except (msgspec.MsgspecError, ValueError):
-        return body
+        return _decoder(kind).decode(body if read is UNSET else msgspec.json.encode(read))
+    except msgspec.ValidationError as error:
+        raise field_error(str(error), given, read, kind) from None
 
 
-def _normalized_value(value: Any, hint: Any) -> Any:
+def _normalized(value: Any, hint: Any) -> Any:
     """Convert a JSON value of a request body into the form that the type `hint` accepts. So the server accepts more
     requests that were written for other APIs and servers.
 
@@ -160,15 +156,15 @@ def _normalized_value(value: Any, hint: Any) -> Any:
     ):
         return None
     if isinstance(value, list):
-        return [_normalized_value(each, hint) for each in value]
-    if isinstance(value, dict) and (kinds := list(_structs(hint))):
+        return [_normalized(each, hint) for each in value]
+    if isinstance(value, dict) and (kinds := list(structs_in(hint))):
         tagged = [kind for kind in kinds if (config := kind.__struct_config__).tag == value.get(config.tag_field)]
         tagged = tagged or kinds
         if len(tagged) == 1:
             value = getattr(tagged[0], "normalize_json", dict)(value)
-        known = {name: inner for kind in tagged for name, inner in _fields_of(kind).items()}
+        known = {name: inner for kind in tagged for name, inner in fields_of(kind).items()}
         return {
-            name: _normalized_value(inner, known.get(name))
+            name: _normalized(inner, known.get(name))
             for name, inner in value.items()
             if name in known or not _has_no_effect(name, inner)
         }
@@ -189,33 +185,25 @@ def _parts(hint: Any) -> frozenset[Any]:
     return frozenset().union(*map(_parts, inner)) if (inner := get_args(hint)) else frozenset([hint])
 
 
-@functools.cache
-def _fields_of(kind: type[Struct]) -> Mapping[str, Any]:
-    """Return the type hints of a msgspec struct's fields, keyed by the names of the fields in JSON."""
-    return {each.encode_name: each.type for each in structs.fields(kind)}
-
-
 def _undecodable_refusal(body: bytes) -> RefusedError:
     """Return the error for a request body that cannot be decoded. Either the body is not valid JSON, or a string in it
     has an unpaired surrogate escape such as `\\ud800`. If the body has at most _MAX_SHOWN_BYTES bytes, the error names
     the path of that string."""
     with contextlib.suppress(ValueError, RecursionError):
-        # Each entry is (place, value). A place is None or (place of the parent, path step from the parent).
-        waiting: list[tuple[Any, Any]] = [(None, json.loads(body))] if len(body) <= _MAX_SHOWN_BYTES else []
-        for place, value in waiting:
-            if isinstance(value, str) and without_halves(value) != value:
-                steps = []
-                while place is not None:
-                    place, step = place
-                    steps.append(step)
-                path = "".join(reversed(steps)).removeprefix(".")
-                return invalid(path, f"{path or 'the body'} has {_HALF}")
-            if isinstance(value, dict):
-                waiting += [(place, name) for name in value]
-                waiting += [((place, f".{name[:_SHOWN_CHARS]}"), inner) for name, inner in value.items()]
-            elif isinstance(value, list):
-                waiting += [((place, f"[{index}]"), inner) for index, inner in enumerate(value)]
+        for path in _paths_of_halves(json.loads(body), "") if len(body) <= _MAX_SHOWN_BYTES else ():
+            return invalid(path, f"{path or 'the body'} has {_HALF}")
     return invalid("", f"the body is not valid JSON, or a text in it has {_HALF}")
+
+
+def _paths_of_halves(value: Any, path: str) -> Iterator[str]:
+    """Yield the path of each string in a JSON value that has an unpaired surrogate."""
+    if isinstance(value, str) and without_halves(value) != value:
+        yield path.removeprefix(".")
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield from _paths_of_halves(name, path)
+        yield from _paths_of_halves(inner, f"{path}.{name[:SHOWN_CHARS]}")
+    for index, inner in enumerate(value if isinstance(value, list) else ()):
+        yield from _paths_of_halves(inner, f"{path}[{index}]")
 
 
 def decode_query(values: Mapping[str, str], kind: type[_Request]) -> _Request:
@@ -224,7 +212,7 @@ def decode_query(values: Mapping[str, str], kind: type[_Request]) -> _Request:
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error), msgspec.json.encode(values), kind) from None
+        raise field_error(str(error), values, values, kind) from None
 
 
 def lenient(kind: Any) -> Any:
@@ -257,89 +245,5 @@ def _decoder(kind: type[_Request]) -> "msgspec.json.Decoder[_Request]":
 def _unset_inert(kind: type[Struct]) -> Mapping[str, Any]:
     """Return the default value of each request field that has no effect on the answer, keyed by field name.
     `decode_body` resets these fields in large requests, to release their memory."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {each.name: each.default for each in structs.fields(kind) if _first_description(hints[each.name]) == INERT}
-
-
-def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
-    said, path = _split_error(text)
-    if said.startswith(_UNKNOWN):
-        name = said[len(_UNKNOWN) :].partition("`")[0][:_SHOWN_CHARS]
-        field = f"{path}.{name}" if path else name
-        fields = _sibling_fields(kind, field)
-        # `fields` includes the fields of all members of a union. A name of another member is no typing error.
-        near = [] if name in fields else difflib.get_close_matches(name, fields, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return invalid(field, f"{field} is not a field of this request{hint}")
-    if not path:
-        return invalid("", f"the body is not a valid request: {_lowered(said)}")
-    if said.startswith(_NO_TAG) and (media := refused_medium(path, said[len(_NO_TAG) : -1])):
-        return invalid(path, media)
-    why = _first_description(_sibling_fields(kind, path).get(_names(path)[-1]))
-    given = _quoted_value(body, path)
-    if why and ("`null`, got" in said or "length <= 0" in said or "Invalid enum value" in said):
-        return invalid(path, f"{path}{given} is not supported: {why}")
-    return invalid(path, f"{path}{given} is invalid: {_lowered(said)}{why and f' ({why})'}")
-
-
-def _split_error(text: str) -> tuple[str, str]:
-    """Split the error message of msgspec's decoder into the reason and the path of the invalid field. Only the
-    beginning and the end of a long message are searched, because the message may quote long texts from the request."""
-    if len(text) > 2 * _MAX_ERROR_CHARS:
-        text = f"{text[:_MAX_ERROR_CHARS]}…{text[-_MAX_ERROR_CHARS:]}"
-    said, _, place = text.rpartition(_PLACE)
-    return (said, place.removeprefix("key` in `")[:-1].removeprefix("$").removeprefix(".")) if said else (text, "")
-
-
-def _names(path: str) -> list[str]:
-    return _IN_BRACKETS.sub("", path).split(".")
-
-
-def _sibling_fields(kind: type[Struct], path: str) -> Mapping[str, Any]:
-    """Return the type hints of the field at `path` and of the other fields in the same JSON object, keyed by field
-    name. Error messages use them to suggest a similar name, or to quote the description of the field. `kind` is the
-    type of the whole request."""
-    fields: dict[str, Any] = get_type_hints(kind, include_extras=True)
-    for name in _names(path)[:-1]:
-        inner = list(_structs(fields.get(name)))
-        fields = {key: hint for each in inner for key, hint in get_type_hints(each, include_extras=True).items()}
-    return fields
-
-
-def _structs(hint: Any) -> Iterator[type[Struct]]:
-    """Yield the msgspec struct types that occur in a type hint, such as a union of structs."""
-    if isinstance(hint, type) and issubclass(hint, Struct):
-        yield hint
-    for part in get_args(hint):
-        yield from _structs(part)
-
-
-def _first_description(hint: Any) -> str:
-    """Return the first description of a request field that its type hint contains as msgspec metadata. The API
-    documentation and error messages show this text. Return an empty string if there is no description."""
-    for part in (*getattr(hint, "__metadata__", ()), *get_args(hint)):
-        if isinstance(part, Meta):
-            if part.description:
-                return part.description
-        elif found := _first_description(part):
-            return found
-    return ""
-
-
-def _quoted_value(body: bytes, path: str) -> str:
-    """Return a phrase that quotes the value at `path` of a request body, for an error message. Return an empty string
-    if the body has more than _MAX_SHOWN_BYTES bytes, or if it has no value at `path`."""
-    if len(body) > _MAX_SHOWN_BYTES:
-        return ""
-    try:
-        value = msgspec.json.decode(body)
-        for name in _INDEX.sub(r".\1", path).split("."):
-            value = value[int(name)] if isinstance(value, list) else value[name]
-        text = msgspec.json.encode(value).decode()
-    except (msgspec.MsgspecError, LookupError, ValueError, TypeError, RecursionError):
-        return ""
-    return f" is {text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + '…'}, which"
-
-
-def _lowered(said: str) -> str:
-    return said[:1].lower() + said[1:]
+    described = components(kind)[kind.__name__]["properties"]
+    return {each.name: each.default for each in structs.fields(kind) if note(described[each.encode_name]) == INERT}

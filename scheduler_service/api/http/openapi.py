@@ -2,7 +2,9 @@
 requests and answers."""
 
 import html
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,9 @@ from scheduler_service.api.http.transport.event_stream import EVENTS, Framing
 
 _REFERENCE = "#/components/schemas/{name}"
 _JSON = "application/json"
+# Values that an unsupported field accepts, because they have no effect.
+_NEUTRAL = ("null", "''", "false", "empty list", "empty object")
+_NOUN = re.compile("^(string|integer|number|boolean|object|list)")
 # Path suffixes of routes that never stream their answers, although their request types have the field `stream`.
 _UNSTREAMED = ("/render", "/input_tokens", "/compact", "/apply-template")
 
@@ -124,7 +129,8 @@ def field_rows(kind: type[Struct]) -> Iterator[FieldRow]:
     required = schema["required"]
     fields = schema["properties"].items()
     for name, field in sorted(fields, key=lambda item: item[0] not in required):
-        yield FieldRow(name, " or ".join(filter(None, _takes(field))), _note(field), name in required)
+        takes = alternatives(each for each in accepted_values(field) if each not in _NEUTRAL)
+        yield FieldRow(name, takes, note(field), name in required)
 
 
 def page(routes: Sequence[TypedRoute]) -> str:
@@ -135,8 +141,8 @@ def page(routes: Sequence[TypedRoute]) -> str:
         parts.append(f"<h2><code>{route.method} {route.path}</code></h2><p>{html.escape(route.summary)}.</p><table>")
         for row in field_rows(route.request):
             name = f"<b>{row.name}</b>" if row.is_required else row.name
-            note = row.note if row.takes else f"not supported: {row.note}"
-            cells = (f"<code>{name}</code>", html.escape(row.takes), html.escape(note))
+            text = row.note if row.takes else f"not supported: {row.note}"
+            cells = (f"<code>{name}</code>", html.escape(row.takes), html.escape(text))
             parts.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
         parts.append("</table>")
     parts += [f"<h2><code>GET {path}</code></h2><p>{html.escape(summary)}.</p>" for path, summary in _GOT.items()]
@@ -150,34 +156,57 @@ td{{padding:.1rem 1rem .1rem 0;vertical-align:top}}</style>
 field that is null counts as unset.</p>"""
 
 
-def _takes(field: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a short description of each kind of value that a request field accepts, such as "number 0 to 1". `field` is
-    the JSON Schema of the request field. Null is left out."""
-    if "anyOf" in field:
-        for option in field["anyOf"]:
-            if option != {"type": "null"}:
-                yield from _takes(option)
-    elif "$ref" in field:
-        yield field["$ref"]
-    elif "enum" in field:
-        yield ", ".join(map(repr, filter(None, field["enum"])))
-    elif field.get("type") == "array":
-        # A list of fixed length has `prefixItems`, and no other items.
-        items = " or ".join(_takes(field.get("items") or {"anyOf": field.get("prefixItems", [])}))
-        if field.get("maxItems") != 0:
-            yield f"list of {items}" if " or " not in items else f"list of ({items})"
-    elif field.get("type") == "null" or field.get("maxProperties") == 0:
-        return
-    else:
-        low = field.get("minimum", field.get("exclusiveMinimum"))
-        high = field.get("maximum")
-        above = "above " if "exclusiveMinimum" in field else ""
-        limits = (
-            f" {above}{low} to {high}" if high is not None else f" {above or 'from '}{low}" if low is not None else ""
-        )
-        yield f"{field.get('type', 'any JSON')}{limits}"
+def alternatives(texts: Iterable[str]) -> str:
+    """Join texts to a phrase such as "a, b or c". Repeated texts are left out."""
+    *most, last = dict.fromkeys(texts) or ("",)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
-def _note(field: Mapping[str, Any]) -> str:
+def accepted_values(field: Mapping[str, Any], name_of: Callable[[str], str] = str) -> Iterator[str]:
+    """Yield a short description of each kind of value that a JSON Schema accepts, such as "number from 0 to 1".
+    `name_of` converts the name of a type of objects to the text that describes these objects."""
+    match field:
+        case {"anyOf": options}:
+            for option in options:
+                yield from accepted_values(option, name_of)
+        case {"$ref": name}:
+            yield name_of(name)
+        case {"enum": values}:
+            yield from (repr(value) if isinstance(value, str) else json.dumps(value) for value in values)
+        case {"maxItems": 0}:
+            yield "empty list"
+        case {"maxProperties": 0}:
+            yield "empty object"
+        case {"type": "array"}:
+            # A list of fixed length has `prefixItems`, and no other items.
+            item = field.get("items", {}) or {"anyOf": field.get("prefixItems", [{}])}
+            items = alternatives(_NOUN.sub(r"\g<0>s", each) for each in accepted_values(item, name_of))
+            yield f"list of {_limits(field, 'Items')}{f'({items})' if ' or ' in items else items}"
+        case {"type": "string"}:
+            length = _limits(field, "Length")
+            pattern = f" that matches {field['pattern']}" if "pattern" in field else ""
+            yield f"string{length and f' of {length}characters'}{pattern}"
+        case {"exclusiveMinimum": low, "type": kind}:
+            yield f"{kind} above {low}" + (f" to {field['maximum']}" if "maximum" in field else "")
+        case {"type": kind}:
+            entries = _limits(field, "Properties")
+            limits = _limits(field, "imum") or (entries and f"{entries}entries")
+            yield f"{kind} {'of' if 'or' in limits or 'up' in limits else 'from'} {limits}".rstrip() if limits else kind
+        case _:
+            yield "any JSON"
+
+
+def _limits(field: Mapping[str, Any], name: str) -> str:
+    """Return the text of a lower and an upper limit in a JSON Schema, such as "1 to 5 ", or an empty text. `name`
+    selects the limits: for example, "Items" selects `minItems` and `maxItems`."""
+    low, high = field.get(f"min{name}"), field.get(f"max{name}")
+    if low is None:
+        return "" if high is None else f"up to {high} "
+    return f"{low} or more " if high is None else f"{low} to {high} " if low < high else f"{low} "
+
+
+def note(field: Mapping[str, Any]) -> str:
+    """Return the description of a request field: its effect, or the reason why it is not supported. `field` is the JSON
+    Schema of the field."""
     found = [field.get("description", "")] + [option.get("description", "") for option in field.get("anyOf", ())]
     return next(filter(None, found), "")

@@ -147,9 +147,9 @@ async def test_hints(server: HttpServer) -> None:
     error = await server.refusal(PATH, prompt="x", temprature=1)
     assert error["message"] == "temprature is not a field of this request; did you mean temperature?"
     error = await server.refusal(PATH, prompt="x", n=17)
-    assert error["message"] == "n is 17, which is invalid: expected `int` <= 16"
+    assert error["message"] == "n is 17, but must be an integer from 1 to 16 or null"
     error = await server.refusal(PATH, prompt="x", prompt_embeds="y")
-    assert error["message"].endswith("is not supported: prompts are texts or token ids")
+    assert error["message"] == "prompt_embeds is 'y', but must be null (prompts are texts or token ids)"
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         await server.openai.completions.create(model="gpt", prompt="x")
 

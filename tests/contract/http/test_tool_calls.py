@@ -281,7 +281,7 @@ async def test_calls_that_are_left_to_the_model_may_be_free(model: Path, say: Sa
 @pytest.mark.parametrize(
     ("field", "asked"),
     [
-        ("tools[0]", {"tools": [{"type": "function"}]}),
+        ("tools[0].function", {"tools": [{"type": "function"}]}),
         ("tools[0].type", {"tools": [{"type": "retrieval"}]}),
         ("tools[1].function.name", {"tools": [TOOLS[0], TOOLS[0]]}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 1}}}]}),
