@@ -396,7 +396,7 @@ def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, enviro
         ignored += translation.ignored
         for name, value in translation.values.items():
             if name not in options:
-                raise OptionError(f"{spelling.name(name)} is not an option of this service")
+                raise OptionError(f"{spelling.name(name)} is not an option of this service; leave it out")
             if layer is flags or name not in flags_only:
                 given[name] = value, spelling.given(translation.sources[name], None), origin
     values: dict[str, Any] = {}

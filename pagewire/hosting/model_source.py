@@ -105,7 +105,9 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
     if is_directory or is_gguf(path):
         if revision is not None:
             kind = "directory" if is_directory else "GGUF file"
-            raise ModelSourceError(f"--revision {revision} is for Hugging Face models, but {model} is a {kind}")
+            raise ModelSourceError(
+                f"--revision {revision} is for Hugging Face models, but {model} is a {kind}: leave it out"
+            )
         if is_directory:
             check_directory(path, with_weights=with_weights)
         return LocatedModel(str(path))
@@ -400,7 +402,10 @@ class _HubModel:
         if missing == [SINGLE]:
             raise ModelSourceError(f"the Hugging Face repository {self._name} has {_without_safetensors(sizes)}")
         if missing:
-            raise ModelSourceError(f"the Hugging Face repository {self._name} lacks {missing[0]}, which {INDEX} names")
+            raise ModelSourceError(
+                f"the Hugging Face repository {self._name} lacks {missing[0]}, which {INDEX} names: choose another "
+                "revision"
+            )
         size = describe_memory(sum(sizes[name] for name in names))
         # Logged as a warning to be always visible: the download may take long, and only a terminal shows a progress
         # bar.

@@ -167,7 +167,8 @@ class Intake:
             if tenant in tenants:
                 active.fail(
                     RefusedError(
-                        Reason.UNAUTHENTICATED, f"tenant {tenant!r} is no longer in the server's file of tenants"
+                        Reason.UNAUTHENTICATED,
+                        f"tenant {tenant!r} is no longer in the server's file of tenants; use another key",
                     )
                 )
                 active.abort()

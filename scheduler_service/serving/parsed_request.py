@@ -153,7 +153,7 @@ def check_token_id(field: str, token_id: int, model: ModelInfo) -> None:
     """Raise RefusedError if a token id is not in the model's vocabulary. `field` is the path of the request field that
     contains the token id, for the error message."""
     if not 0 <= token_id < model.vocab_size:
-        raise invalid(field, f"token id {token_id} is not in the vocabulary of {model.vocab_size} tokens")
+        raise invalid(field, f"{field} is the token id {token_id}, but must be from 0 to {model.vocab_size - 1}")
 
 
 def parse_request(

@@ -86,7 +86,9 @@ def invalid(field: str, message: str, overflow: ContextOverflow | None = None) -
 
 def unknown(request_id: str) -> RefusedError:
     """Return the error for an operation on a request that is not running, or that belongs to another tenant."""
-    return RefusedError(Reason.NOT_FOUND, f"no request {request_id!r} is running for this tenant", "request_id")
+    return RefusedError(
+        Reason.NOT_FOUND, f"no request {request_id!r} is running for this tenant; it may have ended", "request_id"
+    )
 
 
 def timed_out() -> RefusedError:

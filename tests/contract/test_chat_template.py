@@ -97,9 +97,9 @@ async def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> Non
             await client.chat([HELLO])
         for wrong, text in (
             ([], "has no messages"),
-            ([{"content": "hello"}], "is not a message; one is a mapping such as"),
+            ([{"content": "hello"}], "but must be an object such as"),
             ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url', but only texts"),
-            ([{"role": "user", "content": 5}], "has the type 5, but only texts"),
+            ([{"role": "user", "content": 5}], "has the type 5, but must be a text"),
             (
                 [{"role": None, "content": "hello"}],
                 r"messages\[0\]\.role is not set, but must be a text such as 'user'",

@@ -74,7 +74,7 @@ async def test_the_checkpoint_says_how_to_pool(mean_checkpoint: Path) -> None:
         (pb.EmbedRequest(), "prompt", "no prompt"),
         (embed_request([]), "token_ids.ids", "send at least 1"),
         (embed_request(""), "text", "send at least 1"),
-        (embed_request([VOCAB_SIZE]), "token_ids.ids[0]", "not in the vocabulary"),
+        (embed_request([VOCAB_SIZE]), "token_ids.ids[0]", "must be from 0 to"),
         (embed_request([1] * 256), "token_ids.ids", "shorten the prompt to 255 tokens"),
         (embed_request("once " * 300), "text", "shorten"),
         (embed_request(PROMPT, request_id="x" * 129), "request_id", "must have 1 to 128"),

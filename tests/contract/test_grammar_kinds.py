@@ -198,27 +198,32 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
     ("kind", "text", "reason"),
     [
         ("json_schema", '{"type":', "Expecting value"),
-        ("json_schema", "false", "the JSON Schema false allows no output"),
-        ("json_schema", "[]", "a JSON Schema must be an object or true"),
-        *(
-            ("json_schema", f'{{"x-guidance": {bad}}}', "x-guidance of a JSON Schema must be an object")
-            for bad in ["1", "[]"]
-        ),
+        ("json_schema", "false", "the JSON Schema is false, which allows no output"),
+        ("json_schema", "[]", r"the JSON Schema is \[\], but must be an object or true"),
+        *(("json_schema", f'{{"x-guidance": {bad}}}', "but must be an object") for bad in ["1", "[]"]),
         ("json_schema", '{"format": []}', "Expected string for 'format'"),
         ("json_schema", '{"format": "date", "allOf": 5}', "allOf"),
         ("json_schema", '{"minLength": false}', "for 'minLength', got false"),
-        ("structural_tag", of_format(tag("<a>", "</a>", False)), "the JSON Schema false allows no output"),
-        ("structural_tag", of_format(tag("<a>", "</a>", [])), "a JSON Schema must be an object or true"),
+        ("structural_tag", of_format(tag("<a>", "</a>", False)), "the JSON Schema is false, which allows no output"),
+        (
+            "structural_tag",
+            of_format(tag("<a>", "</a>", [])),
+            r"the JSON Schema is \[\], but must be an object or true",
+        ),
         ("json_schema", '{"type": "nothing"}', "nothing"),
         ("regex", "(", "unclosed group"),
         ("grammar", "start: missing", "missing"),
-        ("choice", "[]", "at least one"),
-        ("choice", '["a", 1]', "array of at least one text"),
-        ("choice", '["a", ""]', "no text may be empty"),
+        ("choice", "[]", r"the choice is \[\], but must be a list of one or more texts"),
+        ("choice", '["a", 1]', "a list of one or more texts"),
+        ("choice", '["a", ""]', "texts that are not empty"),
         ("structural_tag", "[]", "a JSON object"),
-        ("structural_tag", of_format({"type": "poem"}), "'poem' are not supported"),
+        ("structural_tag", of_format({"type": "poem"}), "'poem', but must have one of const_string, "),
         ("structural_tag", of_format({"type": "triggered_tags", "triggers": ["<x"], "tags": []}), "no tag begins"),
-        ("structural_tag", of_format({"type": "const_string", "value": "a", "excludes": ["a"]}), "'excludes' of"),
+        (
+            "structural_tag",
+            of_format({"type": "const_string", "value": "a", "excludes": ["a"]}),
+            "'excludes' in a format of type 'const_string'",
+        ),
         (
             "structural_tag",
             of_format({"type": "any_text", "max_tokens": -1}),
@@ -241,7 +246,11 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
             of_format(tag("<a>", "</a>") | {"content": {"type": "any_text", "starts": ["a"]}}),
             "'starts",
         ),
-        ("structural_tag", of_format({"type": "json_schema", "json_schema": POINT, "style": "qwen_xml"}), "'style' of"),
+        (
+            "structural_tag",
+            of_format({"type": "json_schema", "json_schema": POINT, "style": "qwen_xml"}),
+            "'style' in a format of type 'json_schema'",
+        ),
         ("verse", "a", "does not support grammars of kind verse"),
     ],
 )

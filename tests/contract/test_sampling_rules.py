@@ -137,7 +137,7 @@ def test_parameters_are_refused_when_made_if_the_server_would(tmp_path: Path) ->
         ({"min_tokens": 17}, "min_tokens is 17, but the output has at most 16 tokens; lower min_tokens"),
         ({"beam_width": 2, "n": 3}, "n is 3, but must be at most the beam_width of 2"),
         ({"beam_width": 2, "temperature": 0.5}, "temperature is 0.5, but beam search makes no random choices"),
-        ({"beam_width": 2, "stop": "x"}, "beam search does not support stop texts"),
+        ({"beam_width": 2, "stop": "x"}, "stop is set, but beam search has no stop texts"),
         ({"length_penalty": 2}, "length_penalty is set, but without beam_width there is no beam search"),
         ({"top_p": 1.5}, "top_p is 1.5, but must be above 0 and at most 1"),
         ({"temperature": 100.000001}, "temperature is 100.000001, but must be 0 to 100"),

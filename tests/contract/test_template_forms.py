@@ -157,8 +157,8 @@ def test_parts_that_a_template_cannot_take_are_named() -> None:
             {"type": "thinking", "thinking": "hm"},
             "has the type 'thinking', but the model's chat template supports only texts",
         ),
-        ({"type": "text"}, "which has no text in its field 'text'"),
-        ({"type": "text", "text": 5}, "which has no text in its field 'text'"),
+        ({"type": "text"}, "but must have a text in its field 'text'"),
+        ({"type": "text", "text": 5}, "but must have a text in its field 'text'"),
         ({"type": "image_url"}, "'image_url', but only texts"),
     ):
         with pytest.raises(ChatTemplateError, match=told):

@@ -88,7 +88,7 @@ async def test_both_services_serve_without_them(bare: dict[str, str], tmp_path: 
             sampling = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
             completion = await client.complete(None, sampling, prompt_token_ids=[1, 2, 3])
             assert len(completion.outputs[0].token_ids) == 5
-            with pytest.raises(InvalidRequest, match="token id 9999 is not in the vocabulary"):
+            with pytest.raises(InvalidRequest, match="the token id 9999, but must be from 0 to"):
                 await client.complete(None, sampling, prompt_token_ids=[9999])
 
 

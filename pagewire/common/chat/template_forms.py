@@ -147,7 +147,7 @@ def _check(message: Any, place: str) -> None:
     `place` is the position of the message in the conversation, such as "[2]", for the error message.
     """
     if not isinstance(message, Mapping) or "role" not in message:
-        raise ChatTemplateError(f"{reprlib.repr(message)} is not a message; one is a mapping such as {QUESTION}")
+        raise _wrong_type(place, message, f"an object such as {QUESTION}")
     needed = ("role", "content") if message["role"] in _SPEAKING else ("role",)
     _check_fields(message, place, _MESSAGE_FIELDS, needed)
     content = message.get("content")
@@ -518,7 +518,8 @@ def _content(content: Any, asked: AskedTemplate, role: str) -> str | list[dict[s
 def _text(parts: Sequence[dict[str, Any]]) -> str:
     if any(part["type"] != "text" for part in parts):
         raise ChatTemplateError(
-            "a message's content has the type 'thinking', but the model's chat template supports only texts"
+            "a message's content has the type 'thinking', but the model's chat template supports only texts; leave it "
+            "out"
         )
     return "".join(part["text"] for part in parts)
 
@@ -542,12 +543,12 @@ def _parts(content: Any) -> list[dict[str, Any]]:
             part, kind = {**part, "type": "text"}, "text"
         if not isinstance(part, Mapping) or kind not in ("text", "thinking"):
             raise ChatTemplateError(
-                f"a message's content has the type {reprlib.repr(kind)}, but only texts are supported"
+                f"a message's content has the type {reprlib.repr(kind)}, but must be a text or have the type 'text'"
             )
         if kind not in part or (kind == "text" and not isinstance(part["text"], str)):
             shown = reprlib.repr(dict(part))
             raise ChatTemplateError(
-                f"a part of a message's content is {shown}, which has no {kind} in its field {kind!r}"
+                f"a part of a message's content is {shown}, but must have a {kind} in its field {kind!r}"
             )
         parts.append(dict(part))
     return parts

@@ -85,12 +85,12 @@ def for_llguidance(schema: Any) -> dict[str, Any]:
     """
     read = _converted(schema, {} if schema is True else schema)
     if read is False:
-        raise ValueError("the JSON Schema false allows no output")
+        raise ValueError("the JSON Schema is false, which allows no output; send an object or true")
     if not isinstance(read, dict):
-        raise ValueError("a JSON Schema must be an object or true")
+        raise ValueError(f"the JSON Schema is {read!r:.80}, but must be an object or true")
     own, defaults = read.get("x-guidance", {}), _OPTIONS
     if not isinstance(own, dict):
-        raise ValueError("x-guidance of a JSON Schema must be an object")
+        raise ValueError(f"x-guidance of the JSON Schema is {own!r:.80}, but must be an object")
     if any(name.startswith("whitespace_") for name in own):
         defaults = {name: value for name, value in _OPTIONS.items() if not name.startswith("whitespace_")}
     return {**read, "x-guidance": defaults | own}

@@ -353,5 +353,5 @@ def _choices(text: str) -> list[str]:
         or not choices
         or not all(isinstance(choice, str) and choice for choice in choices)
     ):
-        raise ValueError("a choice must be a JSON array of at least one text, and no text may be empty")
+        raise ValueError(f"the choice is {text[:80]}, but must be a list of one or more texts that are not empty")
     return list(dict.fromkeys(choices))

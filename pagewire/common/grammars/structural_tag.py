@@ -136,7 +136,7 @@ class _Rules:
                 return self.triggered(form)
             case "tags_in_order":
                 return self.in_order(form)
-        raise ValueError(f"formats of type {kind!r} are not supported in structural tags")
+        raise ValueError(f"a structural tag has a format of type {kind!r}, but must have one of {', '.join(_FIELDS)}")
 
     def rule(self, body: str, attributes: str = "") -> str:
         """Add a rule with this body to the Lark grammar, and return the name of the rule. Equal rules share one name,
@@ -255,7 +255,9 @@ class _Rules:
         """
         tags, required = _tags(form), _field(form, "required", "tags_in_order")
         if len(tags) != len(required):
-            raise ValueError(f"tags_in_order has {len(tags)} tags, but required has {len(required)} entries")
+            raise ValueError(
+                f"tags_in_order has {len(tags)} tags, but required has {len(required)} entries; send one for each tag"
+            )
         separator = self.literal(form.get("separator", ""))
         first = later = '""'  # the tags from a position on, if no tag or some tag preceded them
         for form_of_tag, is_required in zip(reversed(tags), reversed(required), strict=True):
@@ -272,12 +274,12 @@ class _Rules:
         triggers, tags = _field(form, "triggers", "triggered_tags"), _tags(form)
         for tag in tags:
             if not _field(tag, "begin", "a tag").startswith(tuple(triggers)):
-                raise ValueError(f"the tag {tag['begin']!r} begins with none of the triggers")
+                raise ValueError(f"the tag {tag['begin']!r} begins with none of the triggers {triggers!r:.80}; add one")
         parts, text = [], self.text(form)
         for trigger in triggers:
             begun = [tag for tag in tags if tag["begin"].startswith(trigger)]
             if not trigger or not begun:
-                raise ValueError(f"no tag begins with the trigger {trigger!r}")
+                raise ValueError(f"no tag begins with the trigger {trigger!r}; remove it, or add a tag")
             rests = self.either([self.tag({**tag, "begin": tag["begin"][len(trigger) :]}) for tag in begun])
             parts.append(self.sequence([self.up_to([trigger], form), rests]))
             parts += [
@@ -298,7 +300,9 @@ def _kind(form: Any) -> str:
     kind: str = _field(_checked(form, "a format"), "type", "a format")
     for name in form.keys() - _FIELDS.get(kind, form.keys()) - {"type"}:
         if form[name] not in (None, False, [], "json"):  # values that xgrammar writes for fields that are not set
-            raise ValueError(f"{name!r} of formats of type {kind!r} is not supported in structural tags")
+            raise ValueError(
+                f"a structural tag has {name!r} in a format of type {kind!r}, which is not supported; leave it out"
+            )
     return kind
 
 
@@ -330,7 +334,7 @@ def _checked(form: Any, what: str) -> dict[str, Any]:
 
 def _field(form: dict[str, Any], name: str, what: str) -> Any:
     if name not in form:
-        raise ValueError(f"{what} in a structural tag has no {name!r}")
+        raise ValueError(f"{what} in a structural tag has no {name!r}; add it")
     return form[name]
 
 

@@ -107,8 +107,8 @@ def faults_in(options: Options) -> Iterator[Fault]:
         yield from LOGIT_BIAS.faults(f"logit_bias[{token_id}]", bias)
     for position, text in enumerate(options.get("stop", ())):
         if not 1 <= len(text) <= MAX_STOP_TEXT_CHARS:
-            told = f"a stop text has {len(text)} characters, but must have 1 to {MAX_STOP_TEXT_CHARS}"
-            yield Fault(f"stop[{position}]", told)
+            field = f"stop[{position}]"
+            yield Fault(field, f"{field} has {len(text)} characters, but must have 1 to {MAX_STOP_TEXT_CHARS}")
 
 
 def faults_of_min_tokens(options: Options) -> Iterator[Fault]:
@@ -139,9 +139,11 @@ def _faults_of_beams(options: Options) -> Iterator[Fault]:
     for field in (*LOGPROB_NUMBERS, "logprob_token_ids"):
         if field in options:
             told = f"leave {field} unset, or sample without beam_width"
-            yield Fault(field, f"beam search does not support {field}; {told}")
+            yield Fault(field, f"{field} is set, but beam search does not support it; {told}")
     if options.get("stop"):
-        yield Fault("stop", "beam search does not support stop texts; use stop_token_ids, or sample without beam_width")
+        yield Fault(
+            "stop", "stop is set, but beam search has no stop texts; use stop_token_ids, or sample without beam_width"
+        )
 
 
 def grammar_kind(options: Options) -> GrammarKind | None:
@@ -166,7 +168,7 @@ def _faults_of_grammar(options: Options) -> Iterator[Fault]:
     name = kind.name.lower()
     value = options[name]
     if value is False:
-        yield Fault(name, "json_object is false, but must be true or unset; leave it unset")
+        yield Fault(name, "json_object is false, but must be true or unset")
     elif not value:
         yield Fault(name, f"{name} is empty; specify what the output must match, or leave it unset")
     else:

@@ -48,7 +48,8 @@ def _options(sampling: scheduler_pb2.SamplingParams) -> dict[str, Any]:
         if sampling.early_stopping not in _EARLY_STOPPING:
             raise invalid(
                 "sampling.early_stopping",
-                f"early_stopping is {sampling.early_stopping}, which is not an EarlyStopping value",
+                f"early_stopping is {sampling.early_stopping}, but must be one of "
+                f"{', '.join(map(str, _EARLY_STOPPING))}, the values of EarlyStopping",
             )
         options["early_stopping"] = _EARLY_STOPPING[sampling.early_stopping]
     return options

@@ -158,9 +158,8 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         for index, prompt in enumerate(request.prompts):
             highest, vocab_size = max(prompt.ids, default=0), self.intake.model.vocab_size
             if highest >= vocab_size:
-                raise invalid(
-                    f"prompts[{index}].ids", f"token id {highest} is not below the vocabulary's size, {vocab_size}"
-                )
+                field = f"prompts[{index}].ids"
+                raise invalid(field, f"{field} has {highest}, but token ids must be below {vocab_size}")
             response.texts.append(await texts.decode(list(prompt.ids), tenant, skip_special_tokens=skip_special_tokens))
         return response
 

@@ -91,7 +91,7 @@ def decode_resolved(
     rest.CopyFrom(message)
     rest.ClearField("prompt_token_ids")
     if (size := rest.ByteSize()) > (limit := min(rest.grammar.ByteSize(), MAX_GRAMMAR_BYTES) + _OTHER_BYTES):
-        raise invalid("resolved", f"the request has {size} bytes besides its prompt, the limit is {limit}")
+        raise invalid("resolved", f"the request has {size} bytes besides its prompt, the limit is {limit}; shorten it")
     if reason := unknown_field(rest):
         raise invalid("resolved", f"{reason}; install the same release for front end and scheduler")
     rest.tenant = call.caller.tenant(rest.tenant)

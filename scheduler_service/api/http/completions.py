@@ -220,9 +220,11 @@ def _check_best_of(request: CompletionRequest, best_of: int) -> None:
     """Check that `best_of` (the number of generated samples) is at least `n` (the number of returned samples). In a
     streamed request, the two must be equal. Raises RefusedError otherwise."""
     if best_of < (request.n or 1):
-        raise invalid("best_of", f"best_of is {best_of}, but n is {request.n}; best_of must be at least n")
+        raise invalid("best_of", f"best_of is {best_of}, but must be at least n, which is {request.n or 1}")
     if request.stream and best_of > (request.n or 1):
-        raise invalid("best_of", "the best samples are known only at the end; leave stream or best_of unset")
+        raise invalid(
+            "best_of", "best_of and stream are set, but the best samples are known only at the end; leave one unset"
+        )
 
 
 async def _text_of(asked: ParsedRequest, intake: Intake) -> str:
@@ -232,7 +234,9 @@ async def _text_of(asked: ParsedRequest, intake: Intake) -> str:
     if isinstance(prompt, str):
         return prompt
     if intake.texts is None:
-        raise invalid("echo", "the served checkpoint has no tokenizer to decode the prompt for echo; leave echo unset")
+        raise invalid(
+            "echo", "echo is true, but the served checkpoint has no tokenizer to decode the prompt; leave echo unset"
+        )
     # Token ids outside the vocabulary are refused later.
     known = [token_id for token_id in prompt if token_id < intake.model.vocab_size]
     return await intake.texts.decode(known, asked.request.tenant, skip_special_tokens=False)

@@ -61,7 +61,10 @@ async def _input_of(request: EmbeddingRequest, call: Call, intake: Intake) -> Pr
     """Return the texts or token ids to embed. If the request contains a conversation, render it with the chat template
     and return the text. Raises RefusedError unless the request sets exactly one of `input` and `messages`."""
     if (request.input is None) == (request.messages is None):
-        raise invalid("input", "set either input or messages")
+        raise invalid(
+            "input",
+            f"{'neither' if request.input is None else 'each'} of input and messages is set; set exactly one of them",
+        )
     if request.input is not None:
         return request.input
     chat = structs.replace(request, add_generation_prompt=request.add_generation_prompt is True)

@@ -3,6 +3,7 @@ uses."""
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ class RequestNames:
     @contextlib.contextmanager
     def translate_refusals(self) -> Iterator[None]:
         """Return a context manager that corrects the field names in errors. If its `with` block raises RefusedError, it
-        raises the error again with the field name of this kind of HTTP request."""
+        raises the error again with the field name of this kind of HTTP request, also in the message."""
         try:
             yield
         except RefusedError as refusal:
@@ -59,7 +60,11 @@ class RequestNames:
             if field == "text" or field.startswith(_LISTS_OF_TOKENS):
                 field = self._prompt
             name, bracket, place = field.partition("[")
-            raise refusal.again(self._options.get(name, name) + bracket + place) from None
+            own = self._options.get(name, name)
+            # A name without an underscore may also be a word of the message.
+            named = rf"{'' if '_' in name else '^'}(?:{_PARENT})?\b{name}\b"
+            message = re.sub(named, own, str(refusal)) if own != name else str(refusal).removeprefix(_PARENT)
+            raise RefusedError(refusal.reason, message, own + bracket + place, refusal.overflow) from None
 
 
 class DecodedCall(NamedTuple):
@@ -191,7 +196,8 @@ def _token_constraints(request: GenerationRequest, model: ModelInfo) -> Iterator
         yield "allowed_token_ids", "grammar", f"start: {' '.join(parts)}".replace(", ", ",")
     if request.bad_words:
         if "" in request.bad_words:
-            raise invalid(f"bad_words[{request.bad_words.index('')}]", "a bad word is empty; remove it")
+            field = f"bad_words[{request.bad_words.index('')}]"
+            raise invalid(field, f"{field} is '', but must be a string of 1 or more characters")
         words = " | ".join(map(json.dumps, request.bad_words))
         yield "bad_words", "grammar", f"start: TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(ANY ({words}) ANY)"
 
@@ -204,4 +210,4 @@ def _text(schema: Raw, field: str) -> str:
         text = bytes(schema).decode().strip()
         return msgspec.json.decode(text, type=str) if text.startswith('"') else text
     except UnicodeDecodeError:
-        raise invalid(field, f"{field} is not valid UTF-8") from None
+        raise invalid(field, f"{field} is not valid UTF-8; encode the text as UTF-8") from None

@@ -14,6 +14,7 @@ from scheduler_service.api.http.request_options import DecodedCall
 from scheduler_service.api.http.requests import DetokenizeRequest, TokenizeRequest
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.parsed_request import check_token_id
 from scheduler_service.serving.prompt_text import ANY_NUMBER
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
@@ -24,7 +25,7 @@ async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> byte
     unless exactly one of `prompt`, `content` and `messages` is set, or if the checkpoint has no tokenizer."""
     given = [name for name in ("prompt", "content", "messages") if getattr(request, name) is not None]
     if len(given) != 1:
-        raise invalid("prompt", "set either prompt, content or messages")
+        raise invalid("prompt", f"{len(given)} of prompt, content and messages are set; set exactly one of them")
     (field,) = given
     text = await render_messages(request, call, intake) if field == "messages" else getattr(request, field)
     special = request.add_special if field == "content" else request.add_special_tokens
@@ -58,13 +59,8 @@ async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> 
     id is outside the vocabulary, or if the checkpoint has no tokenizer."""
     _tokenizer(intake)
     assert intake.texts is not None, "the checkpoint has a tokenizer"
-    vocab_size = intake.model.vocab_size
-    highest = max(request.tokens, default=0)
-    if highest >= vocab_size:
-        raise invalid(
-            f"tokens[{request.tokens.index(highest)}]",
-            f"token id {highest} is not below the vocabulary's size, {vocab_size}",
-        )
+    if (highest := max(request.tokens, default=0)) >= intake.model.vocab_size:
+        check_token_id(f"tokens[{request.tokens.index(highest)}]", highest, intake.model)
     tenant = call.caller.tenant("")
     text = await intake.texts.decode(request.tokens, tenant, skip_special_tokens=False)
     return encode(DecodedPrompt(text, text))

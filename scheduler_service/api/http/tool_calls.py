@@ -57,7 +57,8 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[di
     for position, tool in enumerate(tools):
         name, schema = tool.function.name, tool.function.parameters
         if name in functions:
-            raise invalid(f"tools[{position}].function.name", f"two tools have the name {name!r}; rename one")
+            field = f"tools[{position}].function.name"
+            raise invalid(field, f"{field} is {name[:80]!r}, the name of an earlier tool; rename one")
         try:
             given.take_tree(schema)
             kept = enforceable(schema, schema, keywords := set[str]())
@@ -70,11 +71,12 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[di
             raise _too_large(f"tools[{position}]", error) from None
     if mode == "none":
         return {}, set()
-    is_known = names <= functions.keys()
+    missing = names - functions.keys()
     functions = {name: functions[name] for name in functions if name in names} if names else functions
-    if not functions or not is_known:
+    if not functions or missing:
+        required = ", ".join(f"{name[:80]!r}" for name in sorted(missing)) or "a call"
         raise invalid(
-            "tool_choice", "tool_choice requires a tool that is not in tools; add the tool, or choose another"
+            "tool_choice", f"tool_choice requires {required}, but tools has no such tool; add it, or choose another"
         )
     if output.calls is None:
         raise invalid(

@@ -71,13 +71,13 @@ def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
             raise invalid(field, f"this server does not support {what}; leave {field} unset")
     if message.data_parallel_rank != 0:
         raise invalid(
-            "data_parallel_rank", f"data_parallel_rank is {message.data_parallel_rank}, but there is only rank 0 here"
+            "data_parallel_rank", f"data_parallel_rank is {message.data_parallel_rank}, but must be 0, the only rank"
         )
     sampling = message.sampling_params
     if sampling.HasField("truncate_prompt_tokens"):
         raise invalid(
             "sampling_params.truncate_prompt_tokens",
-            "this server does not truncate prompts; cut the prompt and leave truncate_prompt_tokens unset",
+            "truncate_prompt_tokens is set, but this server truncates no prompts; cut the prompt and leave it unset",
         )
 
 
@@ -95,7 +95,10 @@ def _options(sampling: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
             options[name] = read(getattr(sampling, name))
     for token_id in options["logit_bias"]:
         if token_id < 0:
-            raise invalid(f"sampling_params.logit_bias[{token_id}]", f"{token_id} is no token id; send 0 or more")
+            raise invalid(
+                f"sampling_params.logit_bias[{token_id}]",
+                f"logit_bias has the token id {token_id}, but must have 0 or more",
+            )
     return options
 
 

@@ -171,7 +171,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_engine_pb2.GetLoadsResponse:
         self._authenticator.call(context).caller.check_operator("the load")
         if request.dp_rank != 0:
-            raise invalid("dp_rank", f"dp_rank is {request.dp_rank}, but there is only rank 0 here")
+            raise invalid("dp_rank", f"dp_rank is {request.dp_rank}, but must be 0, the only rank")
         return vllm_engine_pb2.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
             version=self._info().version,
@@ -259,7 +259,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Return a zip archive of the tokenizer's files. The first call builds the archive on a thread, and later calls
         use the same archive. Raise RefusedError if the checkpoint has no tokenizer or a file cannot be read."""
         if self._intake.model.tokenizer_path is None:
-            raise RefusedError(Reason.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
+            raise RefusedError(
+                Reason.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json; send token ids"
+            )
         if self._archive is None:
             self._archive = asyncio.create_task(asyncio.to_thread(read_tokenizer_archive, self._intake.model))
             # If all callers are gone, the exception must still be retrieved, or asyncio logs an error.

@@ -92,8 +92,12 @@ class Caller:
         self.check_operator("forwarding requests")
         if not revision or not self.tenants.knows(tenant):
             is_same = revision == self.tenants.revision
-            why = "" if is_same else "; the front end's --tenants or --api-key differs from the scheduler's"
-            raise RefusedError(Reason.UNAUTHENTICATED, f"tenant {tenant!r} is not known to the scheduler{why}")
+            advice = (
+                "add it to the tenants file"
+                if is_same
+                else "the front end's --tenants or --api-key must equal the scheduler's"
+            )
+            raise RefusedError(Reason.UNAUTHENTICATED, f"tenant {tenant!r} is not known to the scheduler; {advice}")
 
     def _identify(self, tenants: TenantFile) -> Tenant:
         """Return the tenant to which the caller's credentials belong. If the caller sends an API key, only the key is

@@ -139,7 +139,7 @@ async def test_a_length_beyond_the_room_is_lowered(server: HttpServer) -> None:
     ("field", "asked"),
     [
         ("messages", {"messages": []}),
-        ("messages", {"messages": [{"content": "x"}]}),
+        ("messages[0]", {"messages": [{"content": "x"}]}),
         (
             "messages[0].content[0].type",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -152,7 +152,10 @@ async def test_a_length_beyond_the_room_is_lowered(server: HttpServer) -> None:
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 1}}}}),
-        ("response_format.json_schema", {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
+        (
+            "response_format.json_schema.schema",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        ),
         ("response_format.type", {"response_format": {"type": "yaml"}}),
         ("top_k", {"top_k": -2}),
         ("stop[0]", {"stop": [""]}),

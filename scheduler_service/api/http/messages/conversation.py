@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from scheduler_service.api.http.messages.requests import (
     VENDOR_TYPE,
@@ -176,8 +176,9 @@ def _check_blocks(index: int, message: InputMessage) -> None:
         if not isinstance(block, str | _BLOCKS[message.role]):
             field = f"messages[{index}].content[{position}]"
             kind = str(block.__struct_config__.tag)
+            types = " or ".join(repr(each.__struct_config__.tag) for each in get_args(_BLOCKS[message.role]))
             raise invalid(
-                field, f"{field} is of type {kind!r}, which messages of role {message.role!r} must not contain"
+                field, f"{field} has the type {kind!r}, but blocks of the role {message.role!r} must have {types}"
             )
 
 

@@ -134,7 +134,10 @@ class StoredResponses:
         responses."""
         names = {_ITEM_PLACE.sub("", each.partition("_")[2]) for each in ids}
         if len(names) > _MAX_NAMED:
-            raise invalid("input", f"input refers to items of {len(names)} responses, at most {_MAX_NAMED} are allowed")
+            raise invalid(
+                "input",
+                f"input refers to items of {len(names)} responses, at most {_MAX_NAMED} are allowed; send the items",
+            )
         found: dict[str, bytes] = {}
         for name in names:
             with contextlib.suppress(RefusedError):  # the response is unknown
@@ -157,7 +160,7 @@ class StoredResponses:
             return await self.read(query.response_id)
         record, _ = await self._find(query.response_id)
         if record.request is None:
-            raise invalid("stream", "the response was not made in background, so it has no events; leave stream unset")
+            raise invalid("stream", "stream is true, but the response was not made in background; leave stream unset")
         await self._tell(record, stream)
         return None
 
@@ -166,7 +169,10 @@ class StoredResponses:
         response is unknown or is not a background response."""
         record, result = await self._find(response_id)
         if record.request is None:
-            raise invalid("response_id", f"the response {response_id!r} was not made in background; it has ended")
+            raise invalid(
+                "response_id",
+                f"the response {response_id!r} has ended, as it was not made in background; read it with GET",
+            )
         if result.state == scheduler_pb2.RESULT_STATE_RUNNING:
             named = {"request_id": result.request_id, "tenant": self.tenant}
             with contextlib.suppress(RefusedError):  # it may have ended; the result below shows its state
@@ -193,7 +199,7 @@ class StoredResponses:
         if query.after is not None:
             if query.after not in ids:
                 raise invalid(
-                    "after", f"after is {query.after[:80]!r}, which is not the id of an item of this response"
+                    "after", f"after is {query.after[:80]!r}, which is no item of this response; send the id of one"
                 )
             items = items[ids.index(query.after) + 1 :]
         page = items[: query.limit or _PAGE_ITEMS]

@@ -519,7 +519,7 @@ def _check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) ->
     codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
     if codings and (version == "1.0" or codings != [b"chunked"]):
         is_unknown = version == "1.1" and codings[-1].endswith(b"chunked")
-        raise HttpRefusal(501 if is_unknown else 400, "the only supported transfer coding is chunked, with HTTP/1.1")
+        raise HttpRefusal(501 if is_unknown else 400, "the transfer coding must be chunked, with HTTP/1.1")
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (version == "1.1" and not hosts) or not all(map(_HOST.fullmatch, hosts)):
         raise HttpRefusal(400, "the request must have one Host header, of the form HOST or HOST:PORT")
@@ -527,9 +527,9 @@ def _check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) ->
         raise HttpRefusal(400, "the request's target has a fragment; send it without #")
     if absolute := _ABSOLUTE.fullmatch(url):
         if not _HOST.fullmatch(absolute[1]):
-            raise HttpRefusal(400, "the authority of the request's target is not HOST or HOST:PORT")
+            raise HttpRefusal(400, "the authority of the request's target must be HOST or HOST:PORT")
         headers[:] = [header for header in headers if header[0] != b"host"] + [(b"host", absolute[1])]
         url = absolute[2] if absolute[2].startswith(b"/") else b"/" + absolute[2]
     elif not url.startswith((b"/", b"*")):
-        raise HttpRefusal(400, "the request's target is neither a path nor an HTTP URL")
+        raise HttpRefusal(400, "the request's target must be a path, such as /v1/models, or an HTTP URL")
     return url

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagewire.common.wire.transport.listening import check_port, max_open_connections, passive_host, refusal
 from pagewire.common.wire.transport.tls import TlsFiles
 from scheduler_service.api.http.answers import encode
+from scheduler_service.api.http.body import TOO_DEEP
 from scheduler_service.api.http.call_admission import CallAdmission
 from scheduler_service.api.http.refusals import HttpRefusal, error_answer, error_response
 from scheduler_service.api.http.transport import event_stream
@@ -114,7 +115,7 @@ class HttpServer:
             stopped = RefusedError(Reason.UNAVAILABLE, "the server has shut down; send the request to another one")
             await _refuse(stopped, stream, scope, receive, send)
         except RecursionError:
-            await _refuse(invalid("", "the body is nested too deeply"), stream, scope, receive, send)
+            await _refuse(invalid("", TOO_DEEP), stream, scope, receive, send)
         except Exception:
             logger.exception("%s %r failed", scope["method"], scope["path"][:80])
             failure = RefusedError(Reason.INTERNAL, "the call failed; see the server's log")
@@ -157,7 +158,7 @@ def _unrouted(status: int, scope: Scope) -> HttpRefusal:
     """Create the error for an HTTP call that no route serves. `status` is 405 if the path exists but does not support
     the method."""
     if status == 405:
-        return HttpRefusal(405, f"{scope['path'][:80]} does not support the method {scope['method']}")
+        return HttpRefusal(405, f"{scope['path'][:80]} does not support the method {scope['method']}; see /docs")
     return HttpRefusal(status, f"the path {scope['path'][:80]} does not exist; /docs lists all paths")
 
 
