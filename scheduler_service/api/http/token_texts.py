@@ -28,7 +28,7 @@ from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.output import Delta
 
-_LOWEST = -9999.0  # JSON has no infinity
+LOWEST = -9999.0  # JSON has no infinity
 _PIECE_ROWS = 256  # rows of a completion's columns that one encoder call writes
 # One row of a completion's columns: the token's offset, log-probability and text, and the most likely tokens.
 _Row = tuple[int, float | None, str, dict[str, float] | None]
@@ -166,4 +166,4 @@ class ReasoningTokens:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST)
+    return max(logprob, LOWEST)

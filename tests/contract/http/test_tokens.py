@@ -36,7 +36,7 @@ async def test_tokens_of_a_text_and_back(server: HttpServer, model: Path) -> Non
     answer = (await server.post("/tokenize", prompt=TEXT, return_token_strs=True)).json()
     expected = {"count": len(encoding), "max_model_len": 256, "tokens": encoding.ids, "token_strs": encoding.tokens}
     assert answer == expected
-    assert (await server.post("/detokenize", tokens=encoding.ids)).json() == {"prompt": TEXT}
+    assert (await server.post("/detokenize", tokens=encoding.ids)).json() == {"prompt": TEXT, "content": TEXT}
     chat = (await server.post("/tokenize", messages=[QUESTION])).json()
     assert tokenizer.decode(chat["tokens"], skip_special_tokens=False) == "<user>hello\n<assistant>"
     assert chat["token_strs"] is None

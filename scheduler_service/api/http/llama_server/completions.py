@@ -12,24 +12,26 @@ from msgspec import UNSET, Raw, structs
 
 from pagewire.common.wire.messages import SamplingParams
 from scheduler_service.api.http.answering import PromptProgress, all_of, begin_requests, deltas_of, full_outputs
-from scheduler_service.api.http.answers import encode
+from scheduler_service.api.http.answers import encode, encode_list
 from scheduler_service.api.http.completions import read_completion
 from scheduler_service.api.http.infill import infill_ends, infill_prompt
-from scheduler_service.api.http.llama_server.requests import InfillRequest, LlamaCompletionRequest, LlamaPrompt
+from scheduler_service.api.http.llama_server.requests import InfillRequest, LlamaCompletionRequest
 from scheduler_service.api.http.request_options import RequestNames
 from scheduler_service.api.http.requests import CompletionRequest, SampledRequest
-from scheduler_service.api.http.token_texts import TokenTexts
+from scheduler_service.api.http.token_texts import LOWEST, TokenTexts
 from scheduler_service.api.http.transport.event_stream import EventStream
-from scheduler_service.core.request import EndReason
+from scheduler_service.core.request import EndReason, TokenLogprobs
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
 from scheduler_service.serving.prompt_text import ANY_NUMBER
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
-_MAX_PARTS = 1024  # of all mixed prompts and the logit biases of a call together
+_RANDOM_SEEDS = (-1, 2**32 - 1)
+_MAX_PARTS = 1024  # of all prompts and logit biases of a call together
 _OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_FLAGS = ("ignore_eos", "stream", "timings_per_token", "post_sampling_probs")
 _STOP_TYPES = {EndReason.STOP: "eos", EndReason.LENGTH: "limit", EndReason.ABORT: "none"}
 # The field names of llama-server, by the names of the fields of `/v1/completions`.
 _NAMES = RequestNames(
@@ -72,13 +74,12 @@ class LlamaWriter:
         `delta`. If the request selects fields, the object has only these fields."""
         request, queued, part = self._request, progress.active.request, self._part(progress, delta)
         reason = EndReason.LENGTH if self._limit == 0 or delta.end is None else delta.end.reason
-        flags = ("ignore_eos", "stream", "timings_per_token", "post_sampling_probs")
         answer = part | {
             "tokens": [*delta.token_ids] if request.return_tokens and self._limit else [],
             "model": self._model_name,
             "generation_settings": settings_of(
                 queued.sampling,
-                **{name: bool(getattr(request, name)) for name in flags},
+                **{name: bool(getattr(request, name)) for name in _FLAGS},
                 seed=(queued.seed + 2**63) % 2**64 - 2**63,  # as requests accept it
                 n_predict=self._limit,
                 max_tokens=queued.max_tokens,
@@ -110,20 +111,21 @@ class LlamaWriter:
             "tokens_evaluated": len(progress.prompt_token_ids),
         }
         if delta.logprobs and self._limit:
-            top = "top_probs" if self._request.post_sampling_probs else "top_logprobs"
-            part["completion_probabilities"] = [
-                self._token(entry.token_id, entry.logprob, entry.token_id)
-                | {top: [self._token(*each, entry.token_id) for each in entry.top]}
-                for entry in delta.logprobs
-            ]
+            part["completion_probabilities"] = encode_list(map(self._probability, delta.logprobs))
         return part
 
-    def _token(self, token_id: int, logprob: float, chosen: int) -> dict[str, Any]:
-        """Return a token with its log-probability, or with its probability after sampling at temperature 0: 1 for the
-        chosen token, and 0 for every other token."""
-        is_after, content = self._request.post_sampling_probs, self._tokens.bytes_of(token_id)
-        value = {"prob": float(token_id == chosen)} if is_after else {"logprob": max(logprob, -9999.0)}
-        return {"id": token_id, "token": content.decode(errors="ignore"), "bytes": [*content], **value}
+    def _probability(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """Convert the log-probabilities at one position of an output. After sampling at temperature 0, the chosen token
+        has the probability 1, and no other token is possible."""
+        if self._request.post_sampling_probs:
+            chosen = self._token(entry.token_id) | {"prob": 1.0}
+            return chosen | {"top_probs": [chosen]}
+        top = [self._token(token_id) | {"logprob": max(logprob, LOWEST)} for token_id, logprob in entry.top]
+        return self._token(entry.token_id) | {"logprob": max(entry.logprob, LOWEST), "top_logprobs": top}
+
+    def _token(self, token_id: int) -> dict[str, Any]:
+        content = self._tokens.bytes_of(token_id)
+        return {"id": token_id, "token": content.decode(errors="ignore"), "bytes": [*content]}
 
 
 def _timings(progress: PromptProgress, part: dict[str, Any]) -> dict[str, float]:
@@ -181,9 +183,12 @@ async def complete_for_llama(
     llama-server. Raises RefusedError if the request is invalid or refused."""
     texts, tenant = intake.texts, call.caller.tenant(request.tenant or "")
     with _NAMES.translate_refusals():
-        asked = await read_completion(await _completion_of(request, call, intake), call, intake)
-        requests = [replace(each, max_tokens=None, default_max_tokens=each.max_tokens) for each in asked.requests]
-        asked = asked._replace(requests=requests, echoes=True, shows_tokens=bool(request.return_tokens))
+        asked = await read_completion(await _completion_of(request, tenant, call, intake), call, intake)
+        asked = asked._replace(
+            requests=[replace(each, max_tokens=None, default_max_tokens=each.max_tokens) for each in asked.requests],
+            echoes=True,
+            shows_tokens=bool(request.return_tokens),
+        )
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream), is_timed=True) as begun:
             prompts = [
                 await texts.decode(each.prompt_token_ids, tenant, skip_special_tokens=False) if texts else ""
@@ -229,28 +234,25 @@ async def _written(progress: PromptProgress, writer: LlamaWriter, stream: EventS
     return []
 
 
-async def _completion_of(request: LlamaCompletionRequest, call: Call, intake: Intake) -> CompletionRequest:
+async def _completion_of(request: LlamaCompletionRequest, tenant: str, call: Call, intake: Intake) -> CompletionRequest:
     """Convert a request of `/completion` into the equivalent request of `/v1/completions`. Raises RefusedError if a
     field is invalid, or if the tenant has too many texts that wait to be tokenized."""
-    tenant = call.caller.tenant(request.tenant or "")
-    prompts = await intake.turns.run_in_turn(tenant, call.size, _prompts_of, request.prompt)
-    num_parts = sum(len(parts) for parts in prompts if len(parts) > 1) + len(request.logit_bias or ())
-    if num_parts > _MAX_PARTS:
-        told = f"prompt and logit_bias have {num_parts} parts, at most {_MAX_PARTS} are allowed; send fewer"
-        raise invalid("logit_bias" if request.logit_bias else "prompt", told)
+    prompts = await intake.turns.run_in_turn(tenant, call.size, _prompts_of, request)
     options = {name: getattr(request, name) for name in SampledRequest.__struct_fields__}
-    is_active = any(options[name] not in (None, neutral) for name, neutral in _NO_PENALTIES.items())
-    if is_active and request.repeat_last_n not in (None, -1):
-        told = f"repeat_last_n is {request.repeat_last_n}, but penalties apply to all tokens; send -1, or no penalties"
-        raise invalid("repeat_last_n", told)
+    if request.repeat_last_n not in (None, -1) and any(
+        options[name] not in (None, neutral) for name, neutral in _NO_PENALTIES.items()
+    ):
+        raise invalid(
+            "repeat_last_n",
+            f"repeat_last_n is {request.repeat_last_n}, but penalties apply to all tokens; send -1, or no penalties",
+        )
     if request.samplers is not None:
         options |= {name: off for name, off in _OFF.items() if name not in request.samplers}
     if request.post_sampling_probs and request.n_probs and options["temperature"] != 0:
         raise invalid("post_sampling_probs", "post_sampling_probs requires temperature 0; send that, or leave it unset")
-    is_random = request.seed in (-1, 2**32 - 1)
-    options |= {"seed": None if is_random else request.seed, "logit_bias": await _biases(request, tenant, intake)}
+    biases, seed = await _biases(request, tenant, intake), None if request.seed in _RANDOM_SEEDS else request.seed
     return CompletionRequest(
-        **options,
+        **options | {"seed": seed, "logit_bias": biases},
         prompt=[await _joined(parts, tenant, intake) for parts in prompts],
         max_tokens=request.n_predict if request.n_predict else -1 if request.n_predict is None else 1,
         n=request.n_cmpl,
@@ -260,10 +262,12 @@ async def _completion_of(request: LlamaCompletionRequest, call: Call, intake: In
     )
 
 
-def _prompts_of(given: LlamaPrompt) -> list[_Parts]:
-    """Split the prompts of a request into their parts, which are texts and lists of consecutive token ids."""
-    prompts: list[Any] = [given] if isinstance(given, str) or any(isinstance(each, int) for each in given) else given
-    return [
+def _prompts_of(request: LlamaCompletionRequest) -> list[_Parts]:
+    """Split the prompts of a request into their parts, which are texts and lists of consecutive token ids. Raises
+    RefusedError if the prompts and the logit biases have too many parts."""
+    given: Any = request.prompt
+    prompts = [given] if isinstance(given, str) or any(isinstance(each, int) for each in given) else given
+    separated = [
         [
             part
             for kind, run in itertools.groupby([prompt] if isinstance(prompt, str) else prompt, type)
@@ -271,6 +275,13 @@ def _prompts_of(given: LlamaPrompt) -> list[_Parts]:
         ]
         for prompt in prompts
     ]
+    number = sum(max(1, len(parts)) for parts in separated) + len(request.logit_bias or ())
+    if number > _MAX_PARTS:
+        raise invalid(
+            "logit_bias" if request.logit_bias else "prompt",
+            f"prompt and logit_bias have {number} parts, at most {_MAX_PARTS} are allowed; send fewer",
+        )
+    return separated
 
 
 async def _joined(parts: _Parts, tenant: str, intake: Intake) -> Any:

@@ -16,7 +16,10 @@ _Bias = Annotated[float, within(LOGIT_BIAS)] | Literal[False]
 # A text, token ids, or both in a list. A list without token ids at the top contains several prompts.
 LlamaPrompt = str | Annotated[list[str | TokenId | list[str | TokenId]], Meta(min_length=1)]
 # Pairs of a token id or a text and its bias. In an object, texts of digits are token ids.
-LlamaBiases = list[tuple[TokenId | str, _Bias]] | dict[str, _Bias]
+LlamaBiases = Annotated[
+    list[tuple[TokenId | str, _Bias]] | dict[str, _Bias],
+    why("of token ids, or of all tokens of a text; false: -100"),
+]
 # Other names of fields: a name of llama-server's own, and names of OpenAI's API, which llama-server accepts too.
 _ALIASES: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
@@ -39,13 +42,11 @@ class LlamaCompletionRequest(SampledRequest, kw_only=True, forbid_unknown_fields
         Annotated[int, Meta(ge=-1), why("-1: penalties apply to all tokens; other numbers: only without penalties")]
         | None
     ) = None
-    # llama-server has other forms than OpenAI.
-    logit_bias: (  # type: ignore[assignment]
-        Annotated[LlamaBiases, why("of token ids, or of all tokens of a text; false: -100")] | None
-    ) = None
+    logit_bias: LlamaBiases | None = None  # type: ignore[assignment]  # other forms than OpenAI's
     samplers: (
         Annotated[
             list[str],
+            Meta(max_length=64),
             why(
                 "temperature, top_k, top_p and min_p are off if they are not in the list; other samplers and the order "
                 "have no effect"
@@ -60,18 +61,35 @@ class LlamaCompletionRequest(SampledRequest, kw_only=True, forbid_unknown_fields
     stream: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
-    response_fields: Annotated[list[str], why("the fields of the answer, such as generation_settings/seed")] | None = (
-        None
-    )
+    response_fields: (
+        Annotated[
+            list[Annotated[str, Meta(max_length=256)]],
+            Meta(max_length=256),
+            why("the fields of the answer, such as generation_settings/seed"),
+        ]
+        | None
+    ) = None
     n_keep: Annotated[int, why("no effect: a prompt that is too long is refused")] | None = None
     n_indent: Annotated[int, why("no effect: use stop texts")] | None = None
     t_max_predict_ms: Annotated[int, why("no effect: limit the output with n_predict")] | None = None
 
     @staticmethod
     def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
-        """Rename aliases of fields, such as `max_tokens` for `n_predict`, and return the request."""
-        aliased = {name: given[alias] for alias, name in _ALIASES.items() if alias in given}
-        return aliased | {name: value for name, value in given.items() if name not in _ALIASES}
+        """Rename aliases of fields, such as `max_tokens` for `n_predict`, and replace prompts that are objects by their
+        texts. Return the request."""
+        renamed = {name: given[alias] for alias, name in _ALIASES.items() if alias in given}
+        named = {name: value for name, value in given.items() if name not in _ALIASES}
+        return renamed | {name: _plain_prompts(value) if name == "prompt" else value for name, value in named.items()}
+
+
+def _plain_prompts(given: Any) -> Any:
+    """Replace prompts in the form of objects, which clients of multimodal models send, by their texts."""
+    match given:
+        case {"prompt_string": str(text), **others} if not any(others.values()):
+            return text
+        case list():
+            return [*map(_plain_prompts, given)]
+    return given
 
 
 class OtherFile(Struct, forbid_unknown_fields=True, frozen=True):
