@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +23,13 @@ VOCAB_SIZE = 300
 EOS = 299  # the simulated worker never generates the last id
 
 
-def make_tokenizer(path: Path) -> None:
+def make_tokenizer(path: Path, special_tokens: Sequence[str] = ("<end>",)) -> None:
     """Write a byte-level BPE tokenizer. Any text can be tokenized, and many characters are several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, initial_alphabet=alphabet, special_tokens=["<end>"])
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, initial_alphabet=alphabet, special_tokens=list(special_tokens))
     tokenizer.train_from_iterator(["once upon a time there was a little hello world"] * 3, trainer)
     tokenizer.save(str(path))
 

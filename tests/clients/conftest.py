@@ -1,6 +1,8 @@
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,8 @@ class Served:
             "OPENAI_BASE_URL": f"{self.url}/v1",
             "OPENAI_API_BASE": f"{self.url}/v1",
             "OPENAI_API_KEY": "none",
+            "OLLAMA_API_BASE": self.url,
+            "OLLAMA_HOST": self.url,
             "ANTHROPIC_BASE_URL": self.url,
             "ANTHROPIC_API_KEY": "none",
         }
@@ -39,15 +43,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_scripted_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
 
 
-@pytest.fixture
-async def served(checkpoint: Path, tmp_path: Path) -> AsyncIterator[Served]:
+@asynccontextmanager
+async def serving_clients(checkpoint: Path, tmp_path: Path, names: str, **front: Any) -> AsyncIterator[Served]:
+    """Serve the helpful scripted model under the given names."""
     worker = ScriptedWorker(checkpoint, helpful, forced)
     await worker.start()
     home = tmp_path / "home"
     home.mkdir()
-    options = {"max_num_batched_tokens": 8192, "max_num_seqs": 64, "served_model_name": "chatty,other"}
-    async with (
-        serve_http(checkpoint, worker=worker, front={"any_model_name": True}, **options) as server,
-        programs(home) as program,
-    ):
+    options = {"max_num_batched_tokens": 8192, "max_num_seqs": 64, "served_model_name": names}
+    async with serve_http(checkpoint, worker=worker, front=front, **options) as server, programs(home) as program:
         yield Served(server.url, worker, program)
+
+
+@pytest.fixture
+async def served(checkpoint: Path, tmp_path: Path) -> AsyncIterator[Served]:
+    async with serving_clients(checkpoint, tmp_path, "chatty,other", any_model_name=True) as server:
+        yield server
+
+
+@pytest.fixture
+async def strict(checkpoint: Path, tmp_path: Path) -> AsyncIterator[Served]:
+    """Return a server that refuses other names of models."""
+    async with serving_clients(checkpoint, tmp_path, "chatty,other") as server:
+        yield server

@@ -20,11 +20,12 @@ from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.core.simulated_worker import Row, SimulatedWorker
 from testing.core.toy_grammar import ToyMatcher
 from testing.fake_worker import FakeWorker
-from testing.scheduler_stack import VOCAB_SIZE
+from testing.scheduler_stack import VOCAB_SIZE, make_tokenizer
 from testing.serving.http_server import make_chat_checkpoint
 
 MAX_MODEL_LEN = 200_000
 END = 0  # the end token of make_chat_checkpoint
+INFILL_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 CLOSING = '"}],1{'  # characters that end any JSON soonest; those that close most come first
 # A line for the tools and a line for each message. The comment names the tags of reasoning and calls, which the server
 # reads.
@@ -36,6 +37,7 @@ TEMPLATE = (
 
 def make_scripted_checkpoint(path: Path) -> Path:
     make_chat_checkpoint(path, max_model_len=MAX_MODEL_LEN)
+    make_tokenizer(path / "tokenizer.json", ["<end>", *INFILL_TOKENS])
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
 

@@ -33,7 +33,7 @@ def loop(calls: Sequence[Call], last: str) -> Script:
 
 
 def helpful(conversation: Conversation) -> str:
-    """Call a tool that the question mentions, answer with a tool's result, or write JSON or a text."""
+    """Call a tool that the question mentions, answer with a tool's result, think, or write JSON or a text."""
     if not conversation.messages:
         return HELLO
     last = conversation.messages[-1]
@@ -43,6 +43,10 @@ def helpful(conversation: Conversation) -> str:
     tools = [tool for tool in conversation.tools if _is_about(question, tool["name"])]
     if tools:
         return call_text(tools[0]["name"], _value(tools[0].get("parameters") or {}, question))
+    if "1000 lines" in question:
+        return f"{HELLO}\n" * 1000
+    if "Think" in question:
+        return f"<think>\nI think.\n</think>\n\n{HELLO}"
     if "JSON" in question:
         return json.dumps(dict.fromkeys(re.findall(r"'(\w+)'", question), question[:20]))
     return HELLO

@@ -1,4 +1,4 @@
-"""The Vercel AI SDK, with its providers for OpenAI, Anthropic and compatible servers."""
+"""The Vercel AI SDK, with its providers for OpenAI, Anthropic, Ollama and compatible servers."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from tests.clients.conftest import Served
 from tests.clients.program import INSTALLED
 
 STEPS = Path(__file__).with_name("ai_sdk.mjs")
-NUM_STEPS = 4 * 7 + 2 * 3
+NUM_STEPS = 4 * 7 + 6 + 2 * 3
 
 
 async def test_ai_sdk(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""LangChain's standard suites for ChatOpenAI, ChatAnthropic and OpenAIEmbeddings."""
+"""LangChain's standard suites for its chat and embedding models of each API, and the calls of OllamaLLM."""
 
 import re
 from pathlib import Path
@@ -24,6 +24,9 @@ OPTIONS = [
         ("TestOpenAIResponses", 43, 7),
         ("TestAnthropicMessages", 43, 7),
         ("TestOpenAIEmbeddings", 5, 0),
+        ("TestOllamaChat", 42, 8),
+        ("TestOllamaEmbeddings", 5, 0),
+        ("TestOllamaLLM", 4, 0),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ STEPS = Path(__file__).with_name("steps")
 
 
 @pytest.mark.parametrize(
-    ("name", "num_passed"), [("litellm", 3 * 3 + 2), ("pydantic_ai", 3), ("openai_agents", 2)], ids=str
+    ("name", "num_passed"), [("litellm", 4 * 3 + 2), ("pydantic_ai", 4), ("openai_agents", 2)], ids=str
 )
 async def test_first_steps(served: Served, name: str, num_passed: int) -> None:
     said = await served.program.run(PYTHON / "python", STEPS / f"{name}_steps.py", environ={"SERVER": served.url})
@@ -32,24 +32,30 @@ print('one "two" 𝄞')
 ```
 """
 AIDER_OPTIONS = [
-    *("--model", "openai/chatty", "--edit-format", "diff", "--yes-always", "--no-git", "--no-pretty"),
+    *("--edit-format", "diff", "--yes-always", "--no-git", "--no-pretty"),
     *("--no-analytics", "--no-check-update", "--no-show-release-notes", "--no-show-model-warnings"),
 ]
 
 
-async def test_aider(served: Served, tmp_path: Path) -> None:
+def prepare_aider(served: Served) -> None:
+    """Write a file that aider would download otherwise."""
+    prices = served.program.home / ".aider" / "caches" / "model_prices_and_context_window.json"
+    prices.parent.mkdir(parents=True)
+    prices.write_text('{"another model": {}}')
+
+
+@pytest.mark.parametrize("model", ["openai/chatty", "ollama_chat/chatty"], ids=str)
+async def test_aider(served: Served, tmp_path: Path, model: str) -> None:
     """Aider changes a file, once with streamed responses and once without streaming.
 
     The first change needs a second request.
     """
     file = tmp_path / "greet.py"
-    prices = served.program.home / ".aider" / "caches" / "model_prices_and_context_window.json"
-    prices.parent.mkdir(parents=True)
-    prices.write_text('{"another model": {}}')  # aider would download this file
+    prepare_aider(served)
     served.worker.script = lambda conversation: EDIT
     for option in ("--stream", "--no-stream"):
         file.write_text('print("hello")\n')
-        command = [AIDER, *AIDER_OPTIONS, option, "--message", "Change the greeting.", "greet.py"]
+        command = [AIDER, "--model", model, *AIDER_OPTIONS, option, "--message", "Change the greeting.", "greet.py"]
         said = await served.program.run(*command, cwd=tmp_path, environ=served.environ())
         assert "Applied edit to greet.py" in said, said
         assert file.read_text() == "print('one \"two\" 𝄞')\n"

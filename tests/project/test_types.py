@@ -15,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Packages that examples use and that need not be installed here.
+FOREIGN_PACKAGES = ("langchain_ollama", "litellm", "ollama", "openai")
 # A user's line of code, and mypy's message about it.
 USES = {
     "client.complete('a').outputs[0].text": "str",
@@ -82,7 +84,8 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
     (site_packages / "pagewire").symlink_to(ROOT / "pagewire")
-    (folder / "mypy.ini").write_text("[mypy]\n[mypy-openai.*]\nignore_missing_imports = True\n")  # an example uses it
+    foreign = "".join(f"[mypy-{name}.*]\nignore_missing_imports = True\n" for name in FOREIGN_PACKAGES)
+    (folder / "mypy.ini").write_text(f"[mypy]\n{foreign}")
     return folder
 
 

@@ -1,9 +1,13 @@
-"""LangChain's standard suites for its clients of OpenAI's and Anthropic's APIs, run by pytest in their environment."""
+"""LangChain's standard suites for its clients of OpenAI's, Anthropic's and Ollama's APIs.
+
+pytest runs them in the clients' environment.
+"""
 
 import os
 from typing import Any
 
 from langchain_anthropic import ChatAnthropic
+from langchain_ollama import ChatOllama, OllamaEmbeddings, OllamaLLM
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
 
@@ -12,6 +16,8 @@ SERVER = os.environ["SERVER"]
 NAME, FIRST_NAME = "other", "chatty"
 OPENAI = {"model": NAME, "base_url": f"{SERVER}/v1", "api_key": "none", "max_retries": 0}
 ANTHROPIC = {"model": NAME, "base_url": SERVER, "api_key": "none", "max_retries": 0}
+OLLAMA = {"model": NAME, "base_url": SERVER}
+HELLO = "Hello, here is a short text of a model that follows a script."
 
 
 class TestOpenAIChat(ChatModelIntegrationTests):
@@ -36,3 +42,37 @@ class TestOpenAIEmbeddings(EmbeddingsIntegrationTests):
     embeddings_class = OpenAIEmbeddings
     # tiktoken would download its tokenizer.
     embedding_model_params: Any = OPENAI | {"check_embedding_ctx_length": False}
+
+
+class TestOllamaChat(ChatModelIntegrationTests):
+    chat_model_class = ChatOllama
+    chat_model_params: Any = OLLAMA | {"temperature": 0, "num_ctx": 4096, "keep_alive": "5m"}
+    model_override_value = FIRST_NAME
+    supports_json_mode = True
+    has_tool_choice = False  # Ollama's API has none
+
+
+class TestOllamaEmbeddings(EmbeddingsIntegrationTests):
+    embeddings_class = OllamaEmbeddings
+    embedding_model_params: Any = OLLAMA
+
+
+class TestOllamaLLM:
+    model = OllamaLLM(**OLLAMA, validate_model_on_init=True, num_predict=100, seed=3)
+
+    def test_invoke(self) -> None:
+        assert self.model.invoke("hi") == HELLO
+        assert self.model.invoke("hi", stop=[" short"]) == "Hello, here is a"
+
+    def test_stream(self) -> None:
+        parts = list(self.model.stream("hi"))
+        assert len(parts) > 3
+        assert "".join(parts) == HELLO
+
+    async def test_batch(self) -> None:
+        assert await self.model.abatch(["hi"] * 4) == [HELLO] * 4
+
+    def test_reasoning(self) -> None:
+        (generated,) = self.model.generate(["Think."], reasoning=True).generations[0]
+        assert generated.text == HELLO
+        assert generated.generation_info["thinking"] == "I think."

@@ -6,8 +6,10 @@ import os
 from pydantic import BaseModel
 from pydantic_ai import Agent
 from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.ollama import OllamaModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
+from pydantic_ai.providers.ollama import OllamaProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
 SERVER = os.environ["SERVER"]
@@ -16,6 +18,7 @@ OPENAI = OpenAIProvider(base_url=f"{SERVER}/v1", api_key="none")
 MODELS = [
     OpenAIChatModel("chatty", provider=OPENAI),
     OpenAIResponsesModel("chatty", provider=OPENAI),
+    OllamaModel("chatty", provider=OllamaProvider(base_url=f"{SERVER}/v1")),
     AnthropicModel("chatty", provider=AnthropicProvider(base_url=SERVER, api_key="none")),
 ]
 

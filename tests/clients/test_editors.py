@@ -1,0 +1,199 @@
+"""The requests of editors' plugins: llama.vim, llama-vscode and Continue, with the bodies that their sources build.
+
+The plugins need an editor, so that these tests repeat their requests. Continue's program `cn` is run itself.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from tests.clients.conftest import Served
+from tests.clients.program import NPM
+from tests.clients.scripts import HELLO, loop
+
+PREFIX, SUFFIX = "def add(a, b):\n    ", "\n\nprint(add(1, 2))\n"
+PROMPT = f"<|fim_prefix|>{PREFIX}<|fim_suffix|>{SUFFIX}<|fim_middle|>"
+TIMES = ("prompt_n", "prompt_ms", "prompt_per_token_ms", "prompt_per_second")
+TIMES += ("predicted_n", "predicted_ms", "predicted_per_token_ms", "predicted_per_second")
+EXTRA = [{"text": "def sub(a, b):\n    return a - b\n", "time": 12.5, "filename": "sub.py"}]
+VIM = {
+    **{"id_slot": 0, "input_prefix": "def add(a, b):\n", "input_suffix": SUFFIX, "input_extra": [], "prompt": "    "},
+    **{"n_predict": 128, "stop": [], "n_indent": 4, "top_k": 40, "top_p": 0.90},
+    **{"samplers": ["top_k", "top_p", "infill"], "stream": False, "cache_prompt": True},
+    **{"t_max_prompt_ms": 500, "t_max_predict_ms": 60_000},
+    "response_fields": ["content", *(f"timings/{name}" for name in TIMES), "truncated", "tokens_cached"],
+}
+VIM_WARM_UP = {
+    **{"id_slot": 0, "input_prefix": "", "input_suffix": "", "input_extra": EXTRA, "prompt": "", "n_predict": 0},
+    **{"temperature": 0.0, "samplers": [], "stream": False, "cache_prompt": True},
+    **{"t_max_prompt_ms": 1, "t_max_predict_ms": 1, "response_fields": [""]},
+}
+CODE = {
+    **{"id_slot": 0, "input_prefix": "def add(a, b):\n", "input_suffix": SUFFIX, "input_extra": [], "prompt": "    "},
+    **{"n_predict": 128, "n_cmpl": 1, "top_k": 40, "top_p": 0.99, "stream": False},
+    **{"samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "n_indent": 4},
+    **{"t_max_prompt_ms": 500, "t_max_predict_ms": 60_000},
+}
+CODE_WARM_UP = {
+    **{"id_slot": 0, "input_prefix": "", "input_suffix": "", "input_extra": EXTRA, "prompt": "", "n_predict": 0},
+    **{"samplers": [], "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 1},
+}
+
+
+async def post(url: str, body: dict[str, Any]) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=60) as api:
+        response = await api.post(url, json=body)
+    assert response.status_code == 200, (url, response.text)
+    return response
+
+
+def prompt_of(served: Served) -> str:
+    """Return the text of the last prompt."""
+    return served.worker.conversations[-1].prompt
+
+
+async def streamed_chat(url: str, body: dict[str, Any]) -> str:
+    """Return the text of a streamed answer of OpenAI's API."""
+    response = await post(url, body | {"stream": True})
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+async def ollama_fill(base_url: str, model: str, fill: dict[str, Any]) -> str:
+    """Return the streamed text of one of Continue's requests for a completion."""
+    body = {"model": model, "options": OLLAMA_OPTIONS, "keep_alive": 1800, "stream": True}
+    response = await post(f"{base_url}/api/generate", body | fill)
+    return "".join(json.loads(line)["response"] for line in response.text.splitlines())
+
+
+async def test_llama_vim_fills_in(served: Served) -> None:
+    await post(f"{served.url}/infill", VIM_WARM_UP)
+    response = await post(f"{served.url}/infill", VIM)
+    # The plugin drops a response whose text does not match.
+    assert re.search(r'"content"\s*:"', response.text), response.text
+    assert "\n" not in response.text.rstrip("\n")
+    answer = response.json()
+    assert answer["content"] == HELLO
+    assert set(answer) == set(VIM["response_fields"]), answer
+    assert all(isinstance(answer[f"timings/{name}"], int | float) for name in TIMES), answer
+    assert prompt_of(served) == PROMPT
+    await post(f"{served.url}/infill", VIM | {"input_extra": EXTRA})
+    assert EXTRA[0]["text"] in prompt_of(served)
+    assert prompt_of(served).endswith(PROMPT)
+
+
+async def test_llama_vim_edits(served: Served) -> None:
+    """An instruction is sent while the user writes it, and then again with its text."""
+    body = {"id_slot": 0, "messages": [{"role": "system", "content": "Edit."}, {"role": "user", "content": ""}]}
+    warm_up = {"samplers": [], "n_predict": 0, "stream": False, "cache_prompt": True, "response_fields": [""]}
+    await post(f"{served.url}/v1/chat/completions", body | warm_up)
+    body["messages"][-1]["content"] = "INSTRUCTION: hi"
+    sampling = {"min_p": 0.1, "temperature": 0.1, "samplers": ["min_p", "temperature"]}
+    text = await streamed_chat(f"{served.url}/v1/chat/completions", body | sampling | {"cache_prompt": True})
+    assert text == HELLO
+
+
+@pytest.mark.parametrize("num_completions", [1, 3])
+async def test_llama_vscode_fills_in(served: Served, num_completions: int) -> None:
+    await post(f"{served.url}/infill", CODE_WARM_UP)
+    answer = (await post(f"{served.url}/infill", CODE | {"n_cmpl": num_completions})).json()
+    contents = [answer["content"]] if "content" in answer else [each["content"] for each in answer]
+    assert contents == [HELLO] * num_completions
+    assert prompt_of(served) == PROMPT
+
+
+async def test_llama_vscode_agent(served: Served) -> None:
+    """Its agent counts a prompt's tokens before it asks, with the server's chat template and tokenizer."""
+    asked = [{"role": "user", "content": "What is the weather in 'Oslo'?"}]
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": parameters}}]
+    async with httpx.AsyncClient(base_url=served.url) as api:
+        models = (await api.get("/v1/models")).json()["data"]
+        props = (await api.get("/props", params={"model": models[0]["id"], "autoload": "false"})).json()
+    assert props["default_generation_settings"]["n_ctx"] > 8192
+    prompt = (
+        await post(f"{served.url}/apply-template", {"messages": asked, "model": "chatty", "tools": tools})
+    ).json()["prompt"]
+    counted = {"content": prompt, "add_special": False, "parse_special": True}
+    num_tokens = len((await post(f"{served.url}/tokenize", counted)).json()["tokens"])
+    body = {"messages": asked, "stream": False, "model": "chatty", "tools": tools, "tool_choice": "auto"}
+    answer = (await post(f"{served.url}/v1/chat/completions", body | {"max_tokens": 4096})).json()
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    assert answer["usage"]["prompt_tokens"] == num_tokens
+    assert prompt_of(served) == prompt
+
+
+OLLAMA_OPTIONS = {"temperature": 0.01, "num_predict": 256, "stop": ["<|fim_pad|>", "\n\n\n"], "num_ctx": 8192}
+# Continue sends a suffix if the model's template has one; otherwise it writes the prompt itself.
+FILLS = [
+    {"prompt": PREFIX, "suffix": SUFFIX},
+    {"prompt": PREFIX, "suffix": SUFFIX, "raw": True},
+    {"prompt": PROMPT, "raw": True},
+]
+
+
+async def test_continue_with_ollama(served: Served) -> None:
+    shown = (await post(f"{served.url}/api/show", {"name": "chatty"})).json()
+    assert ".Suffix" in shown["template"]
+    for line in filter(None, shown.get("parameters", "").split("\n")):
+        assert re.fullmatch(r'\S+\s+(".*"|\S+)', line), line
+    for fill in FILLS:
+        assert await ollama_fill(served.url, "chatty", fill) == HELLO, fill
+        assert prompt_of(served) == PROMPT, fill
+    chat = {"model": "chatty", "messages": [{"role": "user", "content": "hi"}], "options": OLLAMA_OPTIONS}
+    parts = (await post(f"{served.url}/api/chat", chat | {"keep_alive": 1800, "stream": True})).text.splitlines()
+    assert "".join(json.loads(part)["message"]["content"] for part in parts) == HELLO
+
+
+async def test_continue_with_llama_server(served: Served) -> None:
+    body = {
+        "model": "chatty",
+        "prompt": PROMPT,
+        "stream": True,
+        "n_predict": 256,
+        "stop": ["\n\n\n"],
+        "temperature": 0.01,
+    }
+    response = await post(f"{served.url}/completion", body)
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    assert "".join(event["content"] for event in events) == HELLO
+    assert prompt_of(served) == PROMPT
+
+
+CONTINUE_CONFIG = """\
+name: local
+version: 1.0.0
+schema: v1
+models:
+  - name: chatty
+    provider: {provider}
+    model: chatty
+    apiBase: {url}/v1
+    roles: [chat, edit, apply]
+"""
+
+
+@pytest.mark.parametrize("provider", ["ollama", "openai", "llama.cpp"])
+async def test_continue_program(served: Served, tmp_path: Path, provider: str) -> None:
+    """Continue's program reads a file, writes one and runs a command, with each provider that its config can name."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("alpha\n")
+    config = tmp_path / "config.yaml"
+    config.write_text(CONTINUE_CONFIG.format(provider=provider, url=served.url))
+    calls = [
+        ("Read", {"filepath": str(folder / "notes.txt")}),
+        ("Write", {"filepath": str(folder / "new.py"), "content": "print('one \"two\" 𝄞')\n"}),
+        ("Bash", {"command": "python3 new.py"}),
+    ]
+    served.worker.script = loop(calls, "All of it is done.")
+    command = [NPM / "cn", "--config", config, "--auto", "-p", "Do it."]
+    said = await served.program.run(*command, cwd=folder)
+    assert said.rstrip().endswith("All of it is done."), said
+    results = served.worker.conversations[-1].texts_of("tool")
+    assert "alpha" in results[0], results
+    assert 'one "two" 𝄞' in results[2], results
