@@ -83,14 +83,16 @@ def draw_codes(
 def gptq(
     name: str, bits: int, group_size: int, *, version: str, sym: bool, g_idx: str, desc_act: bool = False, **more: Any
 ) -> Case:
-    """Return a GPTQ case. `g_idx` is "none", "in order" or "shuffled"."""
+    """Return a GPTQ case. `g_idx` is "none", "in order", "shuffled" or "zeros", which some tools write if the columns
+    are in order. The version "gptq, unchanged" is "gptq" by its label, but has the zero points of "gptq_v2"."""
+    label, _, unchanged = version.partition(", ")
     section = {
         "quant_method": "gptq",
         "bits": bits,
         "group_size": group_size,
         "sym": sym,
         "desc_act": desc_act,
-        "checkpoint_format": version,
+        "checkpoint_format": label,
         **more,
     }
 
@@ -102,14 +104,15 @@ def gptq(
         groups = np.arange(in_size) // columns
         if g_idx == "shuffled":
             groups = groups[torch.randperm(in_size, generator=generator).numpy()]
-        stored_zeros = (zeros - 1) % 2**bits if version == "gptq" else zeros
+        stored_zeros = (zeros - 1) % 2**bits if label == "gptq" and not unchanged else zeros
         tensors = {
             "qweight": torch.from_numpy(np.ascontiguousarray(pack(codes.T, bits).T)),
             "qzeros": torch.from_numpy(pack(stored_zeros, bits)),
             "scales": scales,
         }
         if g_idx != "none":
-            tensors["g_idx"] = torch.from_numpy(groups.astype(np.int32))
+            stored_groups = np.zeros_like(groups) if g_idx == "zeros" else groups
+            tensors["g_idx"] = torch.from_numpy(stored_groups.astype(np.int32))
         return tensors, meaning(codes, zeros, scales.numpy(), groups)
 
     return Case(name, section, draw)

@@ -84,6 +84,8 @@ CASES = [
     fp8("FP8 tensor", None, "weight_scale", activation_scheme="static"),
     gptq("GPTQ", 4, 16, version="gptq", sym=True, g_idx="in order"),
     gptq("GPTQ asymmetric", 4, 32, version="gptq", sym=False, g_idx="in order"),
+    gptq("GPTQ with zeros for groups", 4, 16, version="gptq", sym=True, g_idx="zeros"),
+    gptq("GPTQ of 8 bits, zero points unchanged", 8, 32, version="gptq, unchanged", sym=True, g_idx="none"),
     gptq("GPTQ v2", 4, 16, version="gptq_v2", sym=False, g_idx="none"),
     gptq("GPTQ by channel", 4, -1, version="gptq", sym=False, g_idx="none"),
     gptq("GPTQ of 8 bits", 8, 32, version="gptq", sym=True, g_idx="in order"),

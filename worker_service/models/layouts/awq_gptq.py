@@ -70,8 +70,12 @@ def _awq_columns(numbers: Tensor) -> Tensor:
 
 def _decode_gptq(num_less: int, kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> StoredWeight:
     """Decode the tensors of a GPTQ weight. Checkpoints of the first GPTQ format store each zero point minus 1.
-    `num_less` is the number to add to the stored zero points: 1 for this format, otherwise 0."""
-    zeros = (unpack(tensors["qzeros"], kept.bits) + num_less) & (2**kept.bits - 1)
+    `num_less` is the number to add to the stored zero points: 1 for this format, otherwise 0. Some symmetric
+    checkpoints claim the first format, but store the zero points unchanged."""
+    stored = unpack(tensors["qzeros"], kept.bits)
+    if kept.is_symmetric and (stored == 1 << (kept.bits - 1)).all():
+        num_less = 0
+    zeros = (stored + num_less) & (2**kept.bits - 1)
     return _assembled(kept, tensors, unpack(tensors["qweight"].t(), kept.bits), zeros)
 
 

@@ -150,7 +150,7 @@ def groups_of_columns(kind: str, tensors: ReadTensors, num_groups: int) -> Tenso
     Return None if each group consists of consecutive columns. Raises FaultyTensorError if a column refers to a group
     that does not exist."""
     groups = tensors.get(kind)
-    if groups is None:
+    if groups is None or not groups.any():  # some files without reordering have zeros
         return None
     found = groups.long()
     if found.min() < 0 or found.max() >= num_groups:
