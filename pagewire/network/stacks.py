@@ -7,7 +7,7 @@ of these modules are in `experts.gate_up_proj_bias`, `_blocks` and `_scales`.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagewire.network.checkpoint_files import CheckpointError, TensorHeader
 
@@ -20,7 +20,8 @@ class Stack:
     projections: tuple[str, ...]
     # Outputs of the projections are interleaved; otherwise the outputs of each projection are consecutive.
     is_interleaved: bool = False
-    is_transposed: bool = False  # float weights are [experts, inputs, outputs]
+    # Float weights are [experts, inputs, outputs]. None: the shapes decide, see `with_layout`.
+    is_transposed: bool | None = False
 
 
 # Stacks by name, and the stacks of transformers, which computes with stacked experts.
@@ -45,7 +46,7 @@ class StackedPart:
     @property
     def is_transposed(self) -> bool:
         """Whether the stacked tensor has the shape [experts, inputs, outputs] instead of [experts, outputs, inputs]."""
-        return self.form.is_transposed and self.kind == "weight"
+        return bool(self.form.is_transposed) and self.kind == "weight"
 
     @property
     def turns(self) -> slice:
@@ -103,6 +104,22 @@ class StackedPart:
             return range(self.number, num_outputs, num_projections)
         start, stop = (num_outputs * number // num_projections for number in (self.number, self.number + 1))
         return range(start, stop)
+
+
+def with_layout(stacks: Stacks, headers: Mapping[str, TensorHeader]) -> Stacks:
+    """Return the stacks of a checkpoint whose family has two layouts: published files are transposed, and files that
+    transformers 5 writes are not. The shapes in `headers` decide, because a gate_up_proj has twice as many outputs as a
+    down_proj has inputs. Stacks with a fixed layout are returned unchanged."""
+    shapes = {name.rpartition(".")[2]: header.shape for name, header in headers.items()}  # equal in all layers
+    match shapes.get("gate_up_proj"), shapes.get("down_proj"):
+        case (_, outputs, width), (_, size, inputs):
+            is_transposed = (outputs, width) != (2 * inputs, size)
+        case _:
+            is_transposed = True
+    return {
+        name: replace(stack, is_transposed=is_transposed) if stack.is_transposed is None else stack
+        for name, stack in stacks.items()
+    }
 
 
 def find_part(stacks: Stacks, name: str) -> StackedPart | None:

@@ -18,7 +18,7 @@ from pagewire.network.checkpoint_files import (
     TensorHeader,
     read_headers,
 )
-from pagewire.network.stacks import StackedPart, Stacks, find_part, unstacked_names
+from pagewire.network.stacks import StackedPart, Stacks, find_part, unstacked_names, with_layout
 
 FLOATS = {"F32": StoredFormat(torch.float32), "F16": StoredFormat(torch.float16), "BF16": StoredFormat(torch.bfloat16)}
 
@@ -99,13 +99,12 @@ class Checkpoint(Tensors):
         """
         self.path = path
         self._headers = read_headers(path)
-        unstacked = {
-            name: frozenset(unstacked_names(stacks or {}, name, header)) for name, header in self._headers.items()
-        }
+        stacks = with_layout(stacks or {}, self._headers)
+        unstacked = {name: frozenset(unstacked_names(stacks, name, header)) for name, header in self._headers.items()}
         # If an expert's tensor is also stored by itself, the stack that contains it has no place in the model.
         own_names = [frozenset((name,)) if names & self._headers.keys() else names for name, names in unstacked.items()]
         self.names = frozenset().union(*own_names)
-        self._stacks = {} if self.names == self._headers.keys() else stacks or {}
+        self._stacks = {} if self.names == self._headers.keys() else stacks
 
     def header(self, name: str) -> TensorHeader:
         """Return the header of an existing tensor."""

@@ -36,7 +36,7 @@ from pagewire.network.stacks import STACKS, Stacks
 
 # Some published files of headless models lack the first part of the names.
 WITHOUT_PREFIX: Renaming = ((r"^model\.", ""),)
-_UNREAD = r"^(model\.)?(vision_tower|multi_modal_projector)\."  # of multimodal checkpoints
+_UNREAD = r"^(model\.)?(vision_tower|multi_modal_projector|visual)\."  # of multimodal checkpoints
 # Settings of the whole checkpoint that override the text model's settings.
 _OUTER = ("dtype", "torch_dtype", "quantization_config")
 
@@ -66,28 +66,36 @@ class Family:
         return self.read({**self.defaults, **config, **rope}, architecture)
 
 
-def inside(family: Family, architecture: str, model_types: tuple[str, ...]) -> Family:
+def inside(
+    family: Family, architecture: str, model_types: tuple[str, ...], *, is_tied: bool = True, is_flat: bool = False
+) -> Family:
     """Return the family of multimodal checkpoints that contain a language model of `family`. The setting `text_config`
     of config.json describes the language model, and `model_types` has the accepted values of its model_type. The weight
-    names in published files differ from the names that transformers 5 writes, so both forms are supported."""
+    names in published files differ from the names that transformers 5 writes, so both forms are supported.
+
+    Args:
+        is_tied: whether the weights are tied if config.json does not say so.
+        is_flat: config.json may describe the language model at the top level, and weights may have its own names.
+    """
+    renamings: tuple[Renaming, ...] = (((r"^", "language_model."),), ((r"^model\.", "model.language_model."),))
     return replace(
         family,
         architectures=(architecture,),
-        read=lambda config, name: family.parse(_text_config(config, model_types), name),
+        read=lambda config, name: family.parse(_text_config(config, model_types, is_tied, is_flat), name),
         ignored=rf"{_UNREAD}|{family.ignored}",
-        renamings=(((r"^", "language_model."),), ((r"^model\.", "model.language_model."),)),
+        renamings=(*renamings, ()) if is_flat else renamings,
     )
 
 
-def _text_config(config: JsonObject, model_types: tuple[str, ...]) -> JsonObject:
-    text = json_object(config, "text_config")
+def _text_config(config: JsonObject, model_types: tuple[str, ...], is_tied: bool, is_flat: bool) -> JsonObject:
+    text = json_object(config, "text_config") or (config if is_flat else {})
     if not text:
         raise unserved("text_config", config.get("text_config"), "an object that describes the text model")
     check_names(text)
     choice(text, "model_type", model_types[0], model_types)
     outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
     # The whole model's setting decides whether weights are tied.
-    return {**text, **outer, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+    return {**text, **outer, "tie_word_embeddings": config.get("tie_word_embeddings", is_tied)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,25 @@
 Qwen2 has biases of queries, keys and values. Qwen3 normalizes each head of queries and keys instead. In both, some
 layers may have a sliding window. Both have variants with experts in all or some layers; the variant of Qwen2 has a
 shared expert with a gate, too.
+
+Checkpoints of Qwen2-VL, Qwen2.5-VL and Qwen3-VL contain these models. Their rotary embedding has three positions for
+each token (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1), which are equal in a text.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pagewire.common.gguf import is_whole
 from pagewire.network.blocks import shared_expert
-from pagewire.network.families.family import Family, TextConfig
-from pagewire.network.families.positions import FULL, SLIDING, read_chosen_windows, read_windows, sliding_window
+from pagewire.network.families.family import Family, TextConfig, inside
+from pagewire.network.families.positions import (
+    FULL,
+    SLIDING,
+    read_chosen_windows,
+    read_windows,
+    rope_settings,
+    sliding_window,
+)
 from pagewire.network.families.reading import (
     JsonObject,
     attention_biases,
@@ -22,10 +33,34 @@ from pagewire.network.families.reading import (
 )
 from pagewire.network.network import Network
 from pagewire.network.operations import Operation
+from pagewire.network.stacks import STACKS
+
+_OF_MROPE = ("mrope_section", "mrope_interleaved")
 
 
 def _read_qwen2(config: JsonObject, architecture: str) -> Network:
     return TextConfig.read(config, architecture, windows=read_chosen_windows(config)).llama(qkv_bias=True)
+
+
+def _read_qwen2_text(config: JsonObject, architecture: str) -> Network:
+    return _read_qwen2(_without_mrope(config, 1_000_000.0), architecture)
+
+
+def _read_qwen3_text(config: JsonObject, architecture: str) -> Network:
+    return _read_qwen3(_without_mrope(config, 500_000.0), architecture)
+
+
+def _read_qwen3_moe_text(config: JsonObject, architecture: str) -> Network:
+    return _read_qwen3_moe({**_without_mrope(config, 500_000.0), "norm_topk_prob": True}, architecture)
+
+
+def _without_mrope(config: JsonObject, theta: float) -> JsonObject:
+    """Return a config.json whose rope settings have no M-RoPE, because it has no effect on texts. `theta` is the
+    default of the rope base."""
+    settings = rope_settings(config, theta)
+    kept = {key: value for key, value in settings.items() if key not in _OF_MROPE and value is not None}
+    names = {key: "default" for key in ("rope_type", "type") if kept.get(key) == "mrope"}
+    return {**config, "rope_scaling": None, "rope_parameters": {"rope_theta": theta, **kept, **names}}
 
 
 def _read_qwen3(config: JsonObject, architecture: str) -> Network:
@@ -84,3 +119,32 @@ QWEN2 = Family(("Qwen2ForCausalLM",), _read_qwen2)
 QWEN3 = Family(("Qwen3ForCausalLM",), _read_qwen3, defaults={"head_dim": 128})
 QWEN2_MOE = Family(("Qwen2MoeForCausalLM",), _read_qwen2_moe)
 QWEN3_MOE = Family(("Qwen3MoeForCausalLM",), _read_qwen3_moe)
+# The text models of multimodal checkpoints.
+_QWEN2_TEXT = Family((), _read_qwen2_text, defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5})
+QWEN2_VL, QWEN2_5_VL = (
+    inside(
+        _QWEN2_TEXT,
+        f"{name}ForConditionalGeneration",
+        (f"{model_type}_text", model_type),
+        is_tied=False,
+        is_flat=True,
+    )
+    for name, model_type in (("Qwen2VL", "qwen2_vl"), ("Qwen2_5_VL", "qwen2_5_vl"))
+)
+QWEN3_VL = inside(
+    Family((), _read_qwen3_text, defaults={"num_key_value_heads": 32, "head_dim": 128}),
+    "Qwen3VLForConditionalGeneration",
+    ("qwen3_vl_text",),
+    is_tied=False,
+)
+QWEN3_VL_MOE = inside(
+    Family(
+        (),
+        _read_qwen3_moe_text,
+        defaults={"num_key_value_heads": 16},
+        stacks={name: replace(stack, is_transposed=None) for name, stack in STACKS.items()},
+    ),
+    "Qwen3VLMoeForConditionalGeneration",
+    ("qwen3_vl_moe_text",),
+    is_tied=False,
+)
