@@ -284,6 +284,18 @@ def layer(
         yield from add_update(norm, None if post_norms is None else post_norms[number], factor)
 
 
+def parallel_layer(
+    norm: Norm, name: str, attention: Iterator[Operation], mlp: Iterator[Operation]
+) -> Iterator[Operation]:
+    """Yield the operations of a transformer layer whose attention and MLP run in parallel on the same normalized input.
+    `name` is the name of the norm. `mlp` must write the buffer `mlp_update`."""
+    yield norm(name)
+    yield from attention
+    yield from mlp
+    yield Add("x", "update")
+    yield Add("x", "mlp_update")
+
+
 def add_update(norm: Norm, post_norm: str | None, factor: float = 1.0) -> Iterator[Operation]:
     """Yield operations that add the buffer `update`, the output of attention or an MLP, to the hidden states `x`. If
     `post_norm` names a norm, the update is normalized first."""

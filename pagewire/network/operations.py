@@ -92,6 +92,7 @@ class Table:
     name: str
     num_rows: int
     width: int
+    num_skipped: int = 0  # rows at the beginning of the checkpoint's tensor that are left out
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -30,6 +30,17 @@ FAMILIES = (
     "mpt",
     "gpt_oss",
     "glm4_moe",
+    "gemma",
+    "exaone4",
+    "cohere",
+    "cohere2",
+    "stablelm",
+    "ernie4_5",
+    "arcee",
+    "granitemoehybrid",
+    "opt",
+    "minimax_m2",
+    "dots1",
 )
 
 DECODER = {
@@ -42,6 +53,8 @@ DECODER = {
     "head_dim": 16,
     "max_position_embeddings": 1024,
 }
+# For families whose heads always have the size hidden_size / num_attention_heads.
+PLAIN_HEADS = {key: value for key, value in DECODER.items() if key != "head_dim"}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 # Keyed by transformers' model types. There is no end token, so that greedy continuations have the requested length.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -76,7 +89,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {**DECODER, "sliding_window": 20, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0},
     "gemma3_text": {**DECODER, "num_hidden_layers": 6, "sliding_window": 20, "query_pre_attn_scalar": 24},
     "starcoder2": {**DECODER, "sliding_window": 20},
-    "gpt_neox": {key: value for key, value in DECODER.items() if key not in ("num_key_value_heads", "head_dim")},
+    "gpt_neox": {key: value for key, value in PLAIN_HEADS.items() if key != "num_key_value_heads"},
     "qwen3_moe": {**DECODER, **EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
     "mixtral": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {**DECODER, "num_experts": 8, "num_experts_per_tok": 3},
@@ -105,6 +118,35 @@ DEFAULTS: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "gemma": DECODER,
+    "exaone4": {**DECODER, "num_hidden_layers": 4, "sliding_window": 20},
+    "cohere": {**PLAIN_HEADS, "logit_scale": 0.3},
+    "cohere2": {**PLAIN_HEADS, "num_hidden_layers": 4, "sliding_window": 20},
+    "stablelm": PLAIN_HEADS,
+    "ernie4_5": DECODER,
+    "arcee": DECODER,
+    "granitemoehybrid": {
+        **PLAIN_HEADS,
+        "num_local_experts": 0,
+        "time_step_limit": [0.0, 100.0],
+        "layer_types": ["full_attention"] * 2,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.5,
+    },
+    "opt": {
+        **{"vocab_size": 151, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"max_position_embeddings": 1024, "word_embed_proj_dim": 64},
+    },
+    "minimax_m2": {**DECODER, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8},
+    "dots1": {
+        **{**DECODER, "num_hidden_layers": 3, "sliding_window": 20, "max_window_layers": 2},
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2},
+        **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1},
+    },
     "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mpt": {
         **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
@@ -112,7 +154,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
-NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8, "gpt_oss": 4, "glm4_moe": 8}
+NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8, "gpt_oss": 4, "glm4_moe": 8} | {
+    "minimax_m2": 8,
+    "dots1": 8,
+}
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 

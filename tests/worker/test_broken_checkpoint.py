@@ -90,7 +90,7 @@ def test_a_config_that_is_no_json_is_one_line(configs, tmp_path, seed):
         ("gpt2", {"n_layer": 10**9}, "n_layer is 1000000000, but must be a whole number from 1 to 4096"),
         ("llama", {"vocab_size": 2**31}, "vocab_size is 2147483648, but must be a whole number from 1 to 16777216"),
         ("llama", {"max_position_embeddings": 2**40}, "max_position_embeddings is 1099511627776, but must be a whole"),
-        ("llama", {"architectures": [{}]}, r"architectures is \[{}\], but must be a list of names; supported: Gemma2F"),
+        ("llama", {"architectures": [{}]}, r"architectures is \[{}\], but must be a list of names, such as Llama"),
         ("llama", {"architectures": "LlamaForCausalLM"}, r'architectures is "LlamaForCausalLM", but must be a list'),
         ("llama", {"tie_word_embeddings": "no"}, 'tie_word_embeddings is "no", but must be true or false'),
         ("llama", {"hidden_size": float("nan")}, "hidden_size is NaN, but must be a whole number"),

@@ -19,11 +19,15 @@ from pagewire.network.operations import Part, Projection, Share
 from pagewire.network.source import load_config
 from testing import models
 from testing.checkpoints.families import (
+    DECODER,
     DEFAULTS,
+    EXPERTS,
     FAMILIES,
     FIRST_FAMILIES,
     NO_SPECIAL_TOKENS,
     NUM_EXPERTS,
+    PLAIN_HEADS,
+    draw_weights,
     make_checkpoint,
 )
 from testing.worker.model_logits import (
@@ -126,6 +130,17 @@ VARIANTS = [
     ("qwen2_moe", {**WINDOWED, "max_window_layers": 1, "qkv_bias": False, "norm_topk_prob": True}),
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1, **SPREAD}),
     ("glm4_moe", {"first_k_dense_replace": 0, "norm_topk_prob": False, **TIED}),
+    ("gemma", {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1}),
+    ("exaone4", {"sliding_window": None, "layer_types": [FULL] * 4}),
+    ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
+    ("cohere2", {"layer_types": [FULL, SLIDING, SLIDING, FULL], "num_key_value_heads": 1}),
+    ("stablelm", {"use_qkv_bias": True, "use_parallel_residual": True, "partial_rotary_factor": 0.5, **TIED}),
+    ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    ("arcee", {**BIASES, "mlp_bias": True, **TIED}),
+    ("granitemoehybrid", {"position_embedding_type": "nope", "shared_intermediate_size": 80, **TIED}),
+    ("opt", {"activation_function": "gelu", "tie_word_embeddings": False}),
+    ("minimax_m2", {"rotary_dim": 16, "num_key_value_heads": 1, **TIED}),
+    ("dots1", {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "first_k_dense_replace": 0, **BIASES}),
     ("bloom", {"n_head": 7, "hidden_size": 56, "tie_word_embeddings": False}),
     ("mpt", {"n_heads": 5, "d_model": 80, "attn_config": {}, "tie_word_embeddings": False}),
     ("mpt", {"n_heads": 1, "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.4}}),
@@ -219,6 +234,54 @@ def test_the_text_model_of_one_that_sees(load_model, tmp_path, family, text_fami
         parse_config(config)
 
 
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+VISION3 = {**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
+QWENS = [
+    ("qwen2_vl", {**PLAIN_HEADS, **MROPE}, {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2}),
+    ("qwen2_5_vl", {**PLAIN_HEADS, **MROPE, **WINDOWED, "max_window_layers": 1}, VISION),
+    ("qwen3_vl", {**DECODER, **MROPE}, VISION3),
+    ("qwen3_vl_moe", {**DECODER, **MROPE, **EXPERTS, "moe_intermediate_size": 24, "mlp_only_layers": [1]}, VISION3),
+]
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+@pytest.mark.parametrize(("family", "text", "vision"), QWENS, ids=[family for family, *_ in QWENS])
+def test_the_text_model_of_qwen_vl(load_model, tmp_path, family, text, vision, is_published):
+    """Published files of Qwen2-VL and Qwen2.5-VL have the settings and the names of the text model at the top level,
+    and published files of Qwen3-VL-MoE have transposed experts."""
+    parts = {"text_config": {**text, **NO_SPECIAL_TOKENS}, "vision_config": vision, "tie_word_embeddings": False}
+    config = transformers.AutoConfig.for_model(family, **parts)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    draw_weights(model, seed=11)
+    model.save_pretrained(tmp_path)
+    token_ids = random_tokens()
+    with torch.inference_mode():
+        expected = model(token_ids[None]).logits[0]
+    if is_published and family.startswith("qwen2"):
+        outer = json.loads((tmp_path / "config.json").read_text())
+        flat = {**outer.pop("text_config"), **outer, "rope_parameters": None, "rope_theta": 10_000.0}
+        flat |= {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "layer_types": None}
+        (tmp_path / "config.json").write_text(json.dumps(flat))
+    elif is_published:
+        tensors = load_file(tmp_path / "model.safetensors")
+        turned = {name: x.mT.contiguous() if ".experts." in name else x for name, x in tensors.items()}
+        save_file(turned, tmp_path / "model.safetensors")
+    elif family.startswith("qwen2"):
+        tensors = load_file(tmp_path / "model.safetensors")
+        renamed = {re.sub(r"^model\.(?!visual)", "model.language_model.", name): x for name, x in tensors.items()}
+        save_file(renamed, tmp_path / "model.safetensors")
+    actual = compute_logits(load_model(tmp_path, dtype=torch.float32, device=CPU), token_ids)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_without_architectures_is_known_by_its_model_type(tmp_path, family):
+    path = make_checkpoint(tmp_path, family, seed=1)
+    config = read_config(path)
+    assert parse_config({**config, "architectures": None}) == parse_config(config)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_within_its_rounding_of_transformers(load_model, tmp_path, family):
     """The distance to transformers must not exceed the distance between two bfloat16 runs.
@@ -226,7 +289,7 @@ def test_bfloat16_is_within_its_rounding_of_transformers(load_model, tmp_path, f
     Any rounding may change the choice of experts, so all experts are chosen.
     """
     chosen = {"num_experts_per_tok": NUM_EXPERTS[family]} if family in NUM_EXPERTS else {}
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "dots1"):
         chosen["topk_group"] = 4
     path = make_checkpoint(tmp_path, family, seed=12, dtype="bfloat16", **chosen)
     token_ids = random_tokens()
@@ -540,8 +603,9 @@ def test_positions_served(tmp_path):
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("llama", {"architectures": ["PhimoeForCausalLM"]}, r"architecture PhimoeForCausalLM is not supported; .*Llam"),
-        ("llama", {"architectures": None}, r'architecture none \(model_type "llama"\) is not supported'),
+        ("llama", {"architectures": ["PhimoeForCausalLM"]}, r"e PhimoeForCausalLM is not supported; docs/models\.md"),
+        ("llama", {"architectures": None, "model_type": "bert"}, r'none \(model_type "bert"\) is not supported'),
+        ("llama", {"is_causal": False}, r"is_causal is false, but must be true"),
         ("llama", {"architectures": ["X"], "auto_map": {"AutoModel": "x.X"}}, r"e X is not .*own code \(auto_map"),
         ("gpt2", {"quantization_config": {"quant_method": "gptq"}}, r'quantization_config is .*, but must be unset fo'),
         ("llama", {"use_sliding_window": True}, r"use_sliding_window is true, but must be false for LlamaForCausalLM"),

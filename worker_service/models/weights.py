@@ -151,7 +151,9 @@ def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]
     if type(weight) is Vector:
         yield weight.name, [_piece(model.get_parameter(place.name).data, weight.values)]
     elif type(weight) is Table:
-        yield f"{weight.name}.weight", [Piece(holder.weight.data)]
+        num_rows = weight.num_skipped + weight.num_rows
+        rows = Share(weight.num_rows, num_rows, weight.num_skipped)
+        yield f"{weight.name}.weight", [_piece(holder.weight.data, rows, Share.of(weight.width))]
     else:
         for kind, parameter in (("weight", holder.weight), ("bias", holder.bias)):
             pieces: dict[str, list[Piece]] = {}

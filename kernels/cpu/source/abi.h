@@ -80,7 +80,7 @@ typedef enum {
   OPERATION_QK_NORM_ROPE_STORE, OPERATION_ATTEND_PAGED, OPERATION_LM_HEAD, OPERATION_ALL_REDUCE, OPERATION_CLIP
 } operation_kind;
 
-typedef enum { FUNCTION_SILU, FUNCTION_GELU, FUNCTION_GELU_TANH, FUNCTION_RELU, FUNCTION_CLAMPED_SWIGLU } activation_function;
+typedef enum { FUNCTION_SILU, FUNCTION_GELU, FUNCTION_GELU_TANH, FUNCTION_RELU, FUNCTION_RELU2, FUNCTION_CLAMPED_SWIGLU } activation_function;
 
 // An operation of a decoder; decoder_kernel.py fills in its members by name. Each kind uses some of the members.
 typedef struct {

@@ -212,6 +212,7 @@ INLINE floats activated(floats x, activation_function function) {
   switch (function) {
     case FUNCTION_SILU: return x / (splat(1.0f) + exponential(-x));
     case FUNCTION_RELU: return larger(x, splat(0.0f));
+    case FUNCTION_RELU2: return larger(x, splat(0.0f)) * larger(x, splat(0.0f));
     default: return gelu(x, function);
   }
 }

@@ -5,6 +5,8 @@ To add a family, define a `Family` at module level in a file of this package, an
 `pagewire.network.blocks`.
 """
 
+import re
+from collections.abc import Iterator
 from pkgutil import iter_modules, resolve_name
 from typing import Any
 
@@ -12,9 +14,10 @@ from pagewire.common.gguf import shown
 from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError
 from pagewire.network.families.family import Family
 from pagewire.network.families.llama import LLAMA
-from pagewire.network.families.reading import JsonObject, check_names, unserved
+from pagewire.network.families.reading import JsonObject, check_names, expect, unserved
 from pagewire.network.network import Network
 
+_MULTIMODAL = "ForConditionalGeneration"
 _MODULES = [resolve_name(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
 _FAMILIES = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)]
 BY_ARCHITECTURE: dict[str, Family] = {
@@ -31,9 +34,7 @@ def text_settings(config: JsonObject) -> tuple[dict[str, Any], str]:
     text = config.get("text_config")
     parts = (text, config) if isinstance(text, dict) else (config,)
     said = {key: value for part in parts for key, value in part.items() if value is not None}
-    named = said.get("architectures")
-    names = map(str, named if isinstance(named, list) else ())
-    family = next((BY_ARCHITECTURE[name] for name in names if name in BY_ARCHITECTURE), LLAMA)
+    family = next((BY_ARCHITECTURE[name] for name in _known_architectures(said)), LLAMA)
     settings = {**family.defaults, **said}
     # Keys of other families count too, if the file does not name a known architecture. `parse_config` decides whether
     # the model is supported.
@@ -46,6 +47,7 @@ def parse_config(config: JsonObject) -> Network:
     or require something that is not supported."""
     architecture = _architecture(config)
     check_names(config)
+    expect(config, "is_causal", True)  # of embedding models whose tokens attend to later tokens, too
     network = BY_ARCHITECTURE[architecture].parse(config, architecture)
     heads, rope = network.heads, network.rope
     if heads.num_heads % heads.num_kv_heads:
@@ -65,13 +67,31 @@ def parse_config(config: JsonObject) -> Network:
 
 
 def _architecture(config: JsonObject) -> str:
-    supported = ", ".join(BY_ARCHITECTURE)
-    architectures = config.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise unserved("architectures", architectures, f"a list of names; supported: {supported}")
-    for architecture in architectures:
-        if architecture in BY_ARCHITECTURE:
-            return architecture
+    named = config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise unserved("architectures", named, "a list of names, such as LlamaForCausalLM")
+    architecture = next(_known_architectures(config), None)
+    if architecture is not None:
+        return architecture
     code = ", and the model's own code (auto_map) is never run" if config.get("auto_map") else ""
-    named = ", ".join(architectures) or f"none (model_type {shown(config.get('model_type'))})"
-    raise CheckpointError(f"{CONFIG_FILE}: architecture {named} is not supported{code}; supported: {supported}")
+    named = ", ".join(named)[:60] or f"none (model_type {shown(config.get('model_type'))[:40]})"
+    raise CheckpointError(
+        f"{CONFIG_FILE}: architecture {named} is not supported{code}; docs/models.md lists the supported architectures"
+    )
+
+
+def _known_architectures(config: JsonObject) -> Iterator[str]:
+    """Yield the supported architectures that a config.json names. If it has no `architectures`, its model_type names
+    one, for example `gpt_neox` names GPTNeoXForCausalLM."""
+    named = config.get("architectures")
+    if named:
+        yield from (str(name) for name in named if str(name) in BY_ARCHITECTURE) if isinstance(named, list) else ()
+        return
+    is_multimodal, model_type = bool(config.get("text_config")), str(config.get("model_type"))
+    for name in BY_ARCHITECTURE:
+        if _plain(name) == _plain(model_type.removesuffix("_text")) and name.endswith(_MULTIMODAL) == is_multimodal:
+            yield name
+
+
+def _plain(name: str) -> str:
+    return re.sub(rf"_|(ForCausalLM|LMHeadModel|{_MULTIMODAL})$", "", name).lower()

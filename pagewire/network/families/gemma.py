@@ -1,15 +1,16 @@
-"""Gemma 2 (Gemma team, 2024, https://arxiv.org/abs/2408.00118) and 3 (2025, https://arxiv.org/abs/2503.19786).
+"""Gemma (Gemma team, 2024, https://arxiv.org/abs/2403.08295), 2 (2024, https://arxiv.org/abs/2408.00118) and 3 (2025,
+https://arxiv.org/abs/2503.19786).
 
-Norms precede and follow attention and the MLP, and multiply by 1 + weight. Embeddings are multiplied by the square root
-of the hidden size. Gemma 2 bounds scores and logits. Gemma 3 normalizes heads instead, and its sliding-window layers
-use a different rope base.
+Norms multiply by 1 + weight, and embeddings are multiplied by the square root of the hidden size. From Gemma 2 on,
+norms follow attention and the MLP, too. Gemma 2 bounds scores and logits. Gemma 3 normalizes heads instead, and its
+sliding-window layers use a different rope base.
 """
 
 import math
 from collections.abc import Iterator
 
-from pagewire.network.blocks import layer
-from pagewire.network.families.family import Family, TextConfig, inside
+from pagewire.network.blocks import activation, layer
+from pagewire.network.families.family import Family, TextConfig, inside, norms_of
 from pagewire.network.families.positions import FULL, SLIDING, Ropes, read_ropes_by_kind, read_windows
 from pagewire.network.families.reading import (
     JsonObject,
@@ -29,6 +30,19 @@ _DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256
 _GEMMA3_DEFAULTS = {**_DEFAULTS, "vocab_size": 262_208, "max_position_embeddings": 131_072}
 
 
+def _read_gemma(config: JsonObject, architecture: str) -> Network:
+    _check_direction(config)
+    text = TextConfig.read(config, architecture, activations=("gelu_pytorch_tanh", "gelu"))
+    # Published files say gelu, and were trained with the approximation by tanh.
+    norm, mlp = text.norm(adds_one=True), text.mlp(activation=activation("gelu_tanh"))
+
+    def layers(at: int, name: str) -> Iterator[Operation]:
+        attention = text.attention(at, **attention_biases(config))(f"{name}.self_attn")
+        yield from layer(norm, norms_of(name), attention, mlp(f"{name}.mlp"))
+
+    return text.model(norm, layers, embedding_factor=math.sqrt(text.hidden_size))
+
+
 def _read(
     config: JsonObject,
     architecture: str,
@@ -46,8 +60,7 @@ def _read(
         activation_key="hidden_activation",
         activations=("gelu_pytorch_tanh",),
     )
-    if config.get("use_bidirectional_attention"):
-        expect(config, "use_bidirectional_attention", False)
+    _check_direction(config)
     norm, mlp, scale = text.norm(adds_one=True), text.mlp(), number(config, "query_pre_attn_scalar", 256) ** -0.5
     how = {**attention_biases(config), "norm_adds_one": True, "qk_norm": "none" if ropes is None else "head"}
 
@@ -61,6 +74,11 @@ def _read(
         )
 
     return text.model(norm, layers, embedding_factor=math.sqrt(text.hidden_size), softcap=softcaps[1])
+
+
+def _check_direction(config: JsonObject) -> None:
+    if config.get("use_bidirectional_attention"):  # null means false
+        expect(config, "use_bidirectional_attention", False)
 
 
 def _softcaps(config: JsonObject, of_scores: float, of_logits: float) -> tuple[float, float]:
@@ -89,6 +107,11 @@ def _read_gemma3(config: JsonObject, architecture: str) -> Network:
     return _read(config, architecture, windows, (ropes, num_positions), softcaps)
 
 
+GEMMA = Family(
+    ("GemmaForCausalLM",),
+    _read_gemma,
+    defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+)
 GEMMA2 = Family(("Gemma2ForCausalLM",), _read_gemma2, defaults=_DEFAULTS)
 GEMMA3 = Family(("Gemma3ForCausalLM",), _read_gemma3, defaults=_GEMMA3_DEFAULTS)
 GEMMA3_WITH_VISION = inside(GEMMA3, "Gemma3ForConditionalGeneration", ("gemma3_text",))

@@ -8,7 +8,7 @@ of the two halves of a head. All layers but the first ones have experts, as in D
 prediction are ignored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pagewire.common.gguf import is_whole
 from pagewire.network.blocks import layer, shared_expert
@@ -21,7 +21,6 @@ from pagewire.network.families.reading import (
     first_key,
     flag,
     non_negative,
-    num_layers_of,
     number,
     positive,
     unserved,
@@ -49,18 +48,35 @@ def _read(config: JsonObject, architecture: str) -> Network:
 
 
 def _read_moe(config: JsonObject, architecture: str) -> Network:
-    num_layers, num_further = num_layers_of(config), _num_further_layers(config)
-    num_dense = non_negative(config, "first_k_dense_replace", 1)
-    num_shared = positive(config, "n_shared_experts", 1, limit=MAX_EXPERTS)
     text = TextConfig.read(config, architecture, ropes=read_rope(config, default_share=0.5), default_eps=1e-5)
+    num_layers, num_further = text.num_layers, _num_further_layers(config)
+    further = "|".join(map(str, range(num_layers, num_layers + num_further)))
+    return text.llama(
+        expert_layers(text, num_dense=1, num_shared=1, renormalizes=True),
+        ignored=rf"^(model\.)?layers\.({further})\." if further else "",
+        qkv_bias=flag(config, "attention_bias", False),
+        qk_norm="head" if flag(config, "use_qk_norm", False) else "none",
+    )
+
+
+def expert_layers(
+    text: TextConfig, *, num_dense: int, num_shared: int, renormalizes: bool
+) -> Callable[[int, str], Iterator[Operation]]:
+    """Return a function that yields the MLP operations of a layer, given its number and name. As in DeepSeek-V3
+    (https://arxiv.org/abs/2412.19437, section 2.1.2), the first layers are dense; the others have routed experts, which
+    are chosen group by group by sigmoid scores and corrections, and shared experts. The keyword arguments are the
+    defaults of first_k_dense_replace, n_shared_experts and norm_topk_prob."""
+    config = text.config
+    num_dense = non_negative(config, "first_k_dense_replace", num_dense)
     experts = text.experts(
         "n_routed_experts",
         scoring="sigmoid",
-        renormalizes=flag(config, "norm_topk_prob", True),
+        renormalizes=flag(config, "norm_topk_prob", renormalizes),
         factor=number(config, "routed_scaling_factor", 1.0),
         num_groups=positive(config, "n_group", 1, limit=MAX_EXPERTS),
         num_chosen_groups=positive(config, "topk_group", 1, limit=MAX_EXPERTS),
     )
+    num_shared = positive(config, "n_shared_experts", num_shared, limit=MAX_EXPERTS)
     dense, shared = text.mlp(), text.mlp(num_shared * experts.mlp.size)
 
     def mlp(at: int, name: str) -> Iterator[Operation]:
@@ -70,13 +86,7 @@ def _read_moe(config: JsonObject, architecture: str) -> Network:
             yield from experts(f"{name}.mlp.gate", f"{name}.mlp.experts.{{expert}}", has_correction=True)
             yield from shared_expert(shared, f"{name}.mlp.shared_experts")
 
-    further = "|".join(map(str, range(num_layers, num_layers + num_further)))
-    return text.llama(
-        mlp,
-        ignored=rf"^(model\.)?layers\.({further})\." if further else "",
-        qkv_bias=flag(config, "attention_bias", False),
-        qk_norm="head" if flag(config, "use_qk_norm", False) else "none",
-    )
+    return mlp
 
 
 def _num_further_layers(config: JsonObject) -> int:

@@ -1,6 +1,7 @@
-"""GPT-2 (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners"), BLOOM and MPT.
+"""GPT-2 (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners"), OPT, BLOOM and MPT.
 
-GPT-2 has layer norms, a plain MLP, and learned positions. BLOOM and MPT have the same structure but no position
+GPT-2 and OPT (Zhang et al., 2022, https://arxiv.org/abs/2205.01068) have layer norms, a plain MLP, and learned
+positions. BLOOM and MPT have the same structure but no position
 embeddings: their scores decrease with the distance (ALiBi). BLOOM (Le Scao et al., 2022,
 https://arxiv.org/abs/2211.05100) has a norm after the embedding, and stores queries, keys and values as one projection,
 head by head. MPT (MosaicML, 2023, https://www.databricks.com/blog/mpt-7b) uses different ALiBi slopes, has no biases by
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pagewire.network.blocks import activation, embed, layer, lm_head
-from pagewire.network.families.family import Family, TextConfig
+from pagewire.network.families.family import WITHOUT_PREFIX, Family, TextConfig
 from pagewire.network.families.reading import (
     GELUS,
     MAX_LAYERS,
@@ -36,6 +37,7 @@ from pagewire.network.rewrites import Renaming
 
 _GPT2 = "GPT2LMHeadModel"
 _BLOOM_LENGTH = 2048  # the default if the setting is null or missing
+_OPT_OFFSET = 2  # rows of the position embedding that no position uses
 # Settings of MPT's attention that are not supported.
 _WITHOUT = ("prefix_lm", "qk_ln", "qk_gn", "rope", "attn_uses_sequence_id")
 
@@ -112,6 +114,40 @@ def _gpt2(text: TextConfig) -> Iterator[Operation]:
             mlp(f"{name}.mlp", ("c_fc",), "c_proj", is_transposed=True),
         )
     yield norm("transformer.ln_f")
+    yield lm_head("lm_head", text.hidden_size, text.vocab_size)
+
+
+def _read_opt(config: JsonObject, architecture: str) -> Network:
+    for key in ("do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine"):
+        expect(config, key, True)
+    expect(config, "_remove_final_layer_norm", False)
+    if config.get("word_embed_proj_dim") not in (None, config.get("hidden_size")):
+        raise unserved("word_embed_proj_dim", config["word_embed_proj_dim"], "hidden_size")
+    text = _read(
+        {**config, "layer_norm_epsilon": None},  # the file may have it, but the model does not read it
+        architecture,
+        hidden_key="hidden_size",
+        heads_key="num_attention_heads",
+        layers_key="num_hidden_layers",
+        intermediate_size=positive(config, "ffn_dim"),
+        num_positions=positive(config, "max_position_embeddings"),
+        activation=read_activation(config, "activation_function", "relu", ("relu", *GELUS)),
+        quantization=parse_quantization(config),
+    )
+    return text.network(_opt(text))
+
+
+def _opt(text: TextConfig) -> Iterator[Operation]:
+    norm = text.norm(is_centered=True, has_bias=True)
+    mlp = text.mlp(activation=activation(text.activation, is_gated=False), has_bias=True)
+    positions = Table("model.decoder.embed_positions", text.num_positions, text.hidden_size, _OPT_OFFSET)
+    yield Embed("x", Table("model.decoder.embed_tokens", text.vocab_size, text.hidden_size), positions)
+    for at in range(text.num_layers):
+        name = f"model.decoder.layers.{at}"
+        attention = text.attention(at, qkv_bias=True, output_bias=True)(f"{name}.self_attn", output="out_proj")
+        norms = (f"{name}.self_attn_layer_norm", f"{name}.final_layer_norm")
+        yield from layer(norm, norms, attention, mlp(name, ("fc1",), "fc2"))
+    yield norm("model.decoder.final_layer_norm")
     yield lm_head("lm_head", text.hidden_size, text.vocab_size)
 
 
@@ -231,6 +267,12 @@ def _mpt_slopes(num_heads: int, bias_max: int) -> tuple[float, ...]:
 _RENAMINGS: tuple[Renaming, ...] = ((), ((r"^transformer\.", ""),))
 # Old checkpoints store the causal mask of every layer.
 GPT2 = Family((_GPT2,), _read_gpt2, ignored=r"\.attn\.(masked_)?bias$", renamings=_RENAMINGS, length_key="n_positions")
+OPT = Family(
+    ("OPTForCausalLM",),
+    _read_opt,
+    renamings=((), WITHOUT_PREFIX),
+    defaults={"tie_word_embeddings": True},
+)
 BLOOM = Family(
     ("BloomForCausalLM",),
     _read_bloom,

@@ -8,12 +8,14 @@ values, and for the bias of attention's output. In SmolLM3 (Bakouch et al., 2025
 one layer of four has no positions (NoPE, https://arxiv.org/abs/2501.18795), and only these layers may have a sliding
 window. Phi-3 (Abdin et al., 2024, https://arxiv.org/abs/2404.14219) and Phi-4 store queries, keys and values as one
 projection, and gates and ups as another. Phi-4-mini rotates a part of each head. Phi-3 and Phi-4-mini may extend their
-positions by LongRoPE.
+positions by LongRoPE. Arcee (2025, https://huggingface.co/arcee-ai/AFM-4.5B) has a plain MLP with squared ReLU
+(https://arxiv.org/abs/2109.08668). Dense Granite 4 (2025, https://huggingface.co/ibm-granite/granite-4.0-1b) has
+Granite 3's factors, and may have no positions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from pagewire.network.blocks import layer
+from pagewire.network.blocks import activation, layer
 from pagewire.network.families.family import Family, TextConfig, head_dim_of, norms_of
 from pagewire.network.families.positions import (
     FULL,
@@ -28,6 +30,7 @@ from pagewire.network.families.positions import (
 from pagewire.network.families.reading import (
     JsonObject,
     attention_biases,
+    choice,
     flag,
     num_layers_of,
     number,
@@ -44,16 +47,43 @@ def _read_llama(config: JsonObject, architecture: str) -> Network:
 
 
 def _read_granite(config: JsonObject, architecture: str) -> Network:
-    text, biases = TextConfig.read(config, architecture), attention_biases(config)
-    norm, mlp = text.norm(), text.mlp(has_bias=flag(config, "mlp_bias", False))
+    text = TextConfig.read(config, architecture)
+    mlp = text.mlp(has_bias=flag(config, "mlp_bias", False))
+    return _granite(text, lambda name: mlp(f"{name}.mlp"))
+
+
+def _granite(text: TextConfig, mlp: Callable[[str], Iterator[Operation]]) -> Network:
+    config, norm, biases = text.config, text.norm(), attention_biases(text.config)
     scale, factor = number(config, "attention_multiplier", 1.0), number(config, "residual_multiplier", 1.0)
 
     def layers(at: int, name: str) -> Iterator[Operation]:
         attention = text.attention(at, text.heads(at, scale), **biases)(f"{name}.self_attn")
-        yield from layer(norm, norms_of(name), attention, mlp(f"{name}.mlp"), factor=factor)
+        yield from layer(norm, norms_of(name), attention, mlp(name), factor=factor)
 
     embedding_factor, divisor = number(config, "embedding_multiplier", 1.0), number(config, "logits_scaling", 1.0)
     return text.model(norm, layers, embedding_factor=embedding_factor, logits_factor=1 / divisor)
+
+
+def _read_granite4(config: JsonObject, architecture: str) -> Network:
+    """Read a model of the hybrid architecture of Granite 4 that has neither Mamba layers nor experts."""
+    if config.get("num_local_experts") != 0:
+        raise unserved("num_local_experts", config.get("num_local_experts", 8), "0: experts are not supported")
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    if not isinstance(kinds, list) or any(kind not in ("attention", FULL) for kind in kinds):
+        raise unserved("layer_types", kinds, "attention throughout: Mamba layers are not supported")
+    ropes, num_positions = read_rope(config)
+    kind = config.get("position_embedding_type") or "nope"
+    if choice({"position_embedding_type": kind}, "position_embedding_type", kind, ("rope", "nope")) == "nope":
+        ropes = (None,) * len(ropes)
+    text = TextConfig.read(config, architecture, ropes=(ropes, num_positions))
+    mlp = text.mlp(positive(config, "shared_intermediate_size", 1024))
+    return _granite(text, lambda name: mlp(f"{name}.shared_mlp", ("input_linear",), "output_linear"))
+
+
+def _read_arcee(config: JsonObject, architecture: str) -> Network:
+    text = TextConfig.read(config, architecture, default_eps=1e-5, activations=("relu2",))
+    mlp = text.mlp(activation=activation(text.activation, is_gated=False), has_bias=flag(config, "mlp_bias", False))
+    return text.llama(lambda at, name: mlp(f"{name}.mlp", ("up_proj",)), **attention_biases(config))
 
 
 def _read_seed_oss(config: JsonObject, architecture: str) -> Network:
@@ -112,6 +142,8 @@ def _read_phi3(config: JsonObject, architecture: str) -> Network:
 
 LLAMA = Family(("LlamaForCausalLM",), _read_llama)
 GRANITE = Family(("GraniteForCausalLM",), _read_granite)
+GRANITE4 = Family(("GraniteMoeHybridForCausalLM",), _read_granite4)
+ARCEE = Family(("ArceeForCausalLM",), _read_arcee)
 SEED_OSS = Family(("SeedOssForCausalLM",), _read_seed_oss, defaults={"num_key_value_heads": 8, "head_dim": 128})
 SMOLLM3 = Family(
     ("SmolLM3ForCausalLM",), _read_smollm3, defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}

@@ -47,7 +47,7 @@ def _read_mixtral(config: JsonObject, architecture: str) -> Network:
 
 
 # Mixtral's names as transformers 5 can write them.
-_NEW_NAMES = (
+NEW_MIXTRAL_NAMES = (
     (r"\.block_sparse_moe\.", ".mlp."),
     (r"\.w1$", ".gate_proj"),
     (r"\.w3$", ".up_proj"),
@@ -71,6 +71,6 @@ MINISTRAL3 = Family(
 MIXTRAL = Family(
     ("MixtralForCausalLM",),
     _read_mixtral,
-    renamings=((), _NEW_NAMES, WITHOUT_PREFIX, (*_NEW_NAMES, *WITHOUT_PREFIX)),
+    renamings=((), NEW_MIXTRAL_NAMES, WITHOUT_PREFIX, (*NEW_MIXTRAL_NAMES, *WITHOUT_PREFIX)),
 )
 MISTRAL3 = inside(Family((), _read_text), "Mistral3ForConditionalGeneration", ("mistral", "ministral3"))

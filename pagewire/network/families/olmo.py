@@ -8,7 +8,8 @@ OLMoE (2024, https://arxiv.org/abs/2409.02060) has norms before attention and th
 keys, and experts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from pagewire.network.blocks import add_update
 from pagewire.network.families.family import Family, TextConfig
@@ -22,15 +23,21 @@ def _read_olmo2(
     config: JsonObject, architecture: str, ropes: Ropes | None = None, windows: tuple[int, ...] | None = None
 ) -> Network:
     text = TextConfig.read(config, architecture, ropes=ropes, windows=windows, default_eps=1e-5)
-    norm, mlp, biases = text.norm(), text.mlp(), attention_biases(config)
+    return text.model(text.norm(), post_norm_layers(text, **attention_biases(config), qk_norm="projection"))
+
+
+def post_norm_layers(text: TextConfig, **how: Any) -> Callable[[int, str], Iterator[Operation]]:
+    """Return a function that yields the operations of a layer, given its number and name. The layer has norms after
+    attention and the MLP, and none before them. The keyword arguments `how` set fields of `Attention`."""
+    norm, mlp = text.norm(), text.mlp()
 
     def layers(at: int, name: str) -> Iterator[Operation]:
-        yield from text.attention(at, **biases, qk_norm="projection")(f"{name}.self_attn", source="x")
+        yield from text.attention(at, **how)(f"{name}.self_attn", source="x")
         yield from add_update(norm, f"{name}.post_attention_layernorm")
         yield from mlp(f"{name}.mlp", source="x")
         yield from add_update(norm, f"{name}.post_feedforward_layernorm")
 
-    return text.model(norm, layers)
+    return layers
 
 
 def _read_olmo3(config: JsonObject, architecture: str) -> Network:
