@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Struct, structs
 
 from pagewire.common.chat.template_forms import refused_medium
-from scheduler_service.api.http.openapi import accepted_values, alternatives, note
+from scheduler_service.api.http.openapi import accepted_values, alternatives, item_schema, note
 from scheduler_service.serving.refusal import RefusedError, invalid
 
 SHOWN_CHARS = 60
@@ -119,8 +119,8 @@ def _reach(kind: type[Struct], read: Any, steps: Sequence[_Step]) -> tuple[Itera
         objects = [fields for fields in objects if tag in fields.get("type", {}).get("enum", ())] or objects
         names = [name for fields in objects for name in fields]
         schemas = [fields[step] for fields in objects if step in fields]
-        key = "items" if isinstance(step, int) else "additionalProperties"
-        schemas += [{"description": description} | option[key] for option in options if option.get(key)]
+        entries = item_schema if isinstance(step, int) else lambda option: option.get("additionalProperties")
+        schemas += [{"description": description} | entry for entry in map(entries, options) if entry]
         read = _child(read, step)
     return names, schemas, read
 
@@ -149,16 +149,15 @@ def _faulty_entry(kind: type[Struct], steps: Sequence[_Step], read: Any) -> tupl
     hint: Any = kind
     for name in map(str, steps):
         hint = next((fields[name] for each in structs_in(hint) if name in (fields := fields_of(each))), hint)
-    while get_origin(hint) is not dict:  # in an annotation or a union with null
-        hint = get_args(hint)[0]
+    mapping = next(part for part in _parts_of(hint) if get_origin(part) is dict)
     _, _, entries = _reach(kind, read, steps)
     key = _ENTRY
     for key, value in entries.items() if isinstance(entries, dict) else ():
         try:
-            msgspec.convert({key: value}, hint, str_keys=True)
+            msgspec.convert({key: value}, mapping, str_keys=True)
         except msgspec.ValidationError:
             break
-    return key, _listed([msgspec.json.schema(get_args(hint)[0])])
+    return key, _listed([msgspec.json.schema(get_args(mapping)[0])])
 
 
 @functools.cache
@@ -169,10 +168,13 @@ def fields_of(kind: type[Struct]) -> Mapping[str, Any]:
 
 def structs_in(hint: Any) -> Iterator[type[Struct]]:
     """Yield the msgspec struct types that occur in a type hint, such as a union of structs."""
-    if isinstance(hint, type) and issubclass(hint, Struct):
-        yield hint
+    return (part for part in _parts_of(hint) if isinstance(part, type) and issubclass(part, Struct))
+
+
+def _parts_of(hint: Any) -> Iterator[Any]:
+    yield hint
     for part in get_args(hint):
-        yield from structs_in(part)
+        yield from _parts_of(part)
 
 
 def _advice(name: str, names: Iterable[str]) -> str:

@@ -178,9 +178,8 @@ def accepted_values(field: Mapping[str, Any], name_of: Callable[[str], str] = st
         case {"maxProperties": 0}:
             yield "empty object"
         case {"type": "array"}:
-            # A list of fixed length has `prefixItems`, and no other items.
-            item = field.get("items", {}) or {"anyOf": field.get("prefixItems", [{}])}
-            items = alternatives(_NOUN.sub(r"\g<0>s", each) for each in accepted_values(item, name_of))
+            each_item = accepted_values(item_schema(field), name_of)
+            items = alternatives(_NOUN.sub(r"\g<0>s", each) for each in each_item)
             yield f"list of {_limits(field, 'Items')}{f'({items})' if ' or ' in items else items}"
         case {"type": "string"}:
             length = _limits(field, "Length")
@@ -194,6 +193,12 @@ def accepted_values(field: Mapping[str, Any], name_of: Callable[[str], str] = st
             yield f"{kind} {'of' if 'or' in limits or 'up' in limits else 'from'} {limits}".rstrip() if limits else kind
         case _:
             yield "any JSON"
+
+
+def item_schema(field: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the JSON Schema of the items of a list. A list of fixed length has `prefixItems`, and no other items."""
+    fixed: Mapping[str, Any] = {"anyOf": field["prefixItems"]} if "prefixItems" in field else {}
+    return field.get("items") or fixed
 
 
 def _limits(field: Mapping[str, Any], name: str) -> str:

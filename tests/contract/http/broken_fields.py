@@ -114,11 +114,11 @@ class FieldBreaker:
                     each, _changed(body, at, self._valid(each)), at, depth + 1, is_in_union=len(objects) > 1
                 )
             for each in options:
-                if "items" in each:
+                if each.get("items"):
                     yield from self._of_items(each, body, at, depth)
                 if each.get("additionalProperties"):
                     keys = KEYS.get(str(at[-1]), ("a", "b"))
-                    if str(at[-1]) in KEYS:
+                    if str(at[-1]) in KEYS and len(options) == 2:  # the object, or null
                         yield self._case("key", _changed(body, at, {"odd": 1}), at, "has the key 'odd'", ())
                     entries = dict.fromkeys(keys, self._valid(each["additionalProperties"]))
                     inner = _changed(body, at, entries)
@@ -150,6 +150,8 @@ class FieldBreaker:
                 yield "long", "n" * (most + 1)
             case {"type": "string", "pattern": _}:
                 yield "pattern", "nonsense"
+            case {"prefixItems": items}:
+                yield "long", [self._valid(item) for item in items] * 2
             case {"type": "array", "maxItems": most} if most:
                 yield "long", [self._valid(option["items"]) for _ in range(most + 1)]
         match option:
@@ -166,6 +168,8 @@ class FieldBreaker:
                 return {name: self._valid(fields[name]) for name in option.get("required", ())}
             case {"enum": [first, *_]}:
                 return first
+            case {"prefixItems": items}:
+                return [self._valid(item) for item in items]
             case {"type": "array", "items": items}:
                 return [self._valid(items) for _ in range(option.get("minItems", 0))]
             case {"type": "object"}:

@@ -316,7 +316,7 @@ THINKING = {"messages": [QUESTION], "think": True}
         (CHAT, {"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "options.repeat_last_n is 64"),
         (CHAT, {"options": {"temperature": -1}}, "options.temperature is -1"),
         (CHAT, {"tools": [{"type": "retrieval"}]}, "tools[0].type"),
-        (CHAT, {"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the name 'weather'"),
+        (CHAT, {"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name is 'weather', the name of an earlier tool"),
         (CHAT, TOO_LONG, "this model's maximum context length is 256 tokens"),
         (GENERATE, {"prompt": "x " * 200}, "this model's maximum context length is 256 tokens"),
     ],
