@@ -103,14 +103,16 @@ def test_other_reasons_have_their_own_words(taken: int) -> None:
         ("127.0.0.2", "127.0.0.1", False),
         ("::1", "::1", True),
         ("::", "127.0.0.1", True),
+        ("::ffff:127.0.0.1", "127.0.0.1", True),
         ("::1", "127.0.0.1", False),
         ("::1", "127.0.0.1.invalid", False),
     ],
 )
 def test_the_process_that_has_a_port_is_named(bound: str, tried: str, is_named: bool) -> None:
     code = (
-        "import socket, sys; family = socket.AF_INET6 if ':' in sys.argv[1] else socket.AF_INET\n"
-        "with socket.create_server((sys.argv[1], 0), family=family, dualstack_ipv6=sys.argv[1] == '::') as server:\n"
+        "import socket, sys; host, dual = sys.argv[1], sys.argv[1] in ('::', '::ffff:127.0.0.1')\n"
+        "family = socket.AF_INET6 if ':' in host else socket.AF_INET\n"
+        "with socket.create_server((host, 0), family=family, dualstack_ipv6=dual) as server:\n"
         "    open('/proc/self/comm', 'w').write('a\\tb')\n"
         "    print(server.getsockname()[1], flush=True); input()"
     )

@@ -37,7 +37,8 @@ def _inodes(host: str, port: int) -> Iterator[str]:
             words, _, number = local.partition(":")
             # The address is written as words of 4 bytes in the order of the processor.
             packed = b"".join(bytes.fromhex(words[start : start + 8])[::-1] for start in range(0, len(words), 8))
-            bound = ipaddress.ip_address(packed)
+            address = ipaddress.ip_address(packed)
+            bound = getattr(address, "ipv4_mapped", None) or address  # gRPC binds ::ffff:127.0.0.1 for 127.0.0.1
             is_wanted = bound in wanted or any(each.is_unspecified for each in (bound, *wanted))
             if int(number, 16) == port and is_wanted:
                 yield inode
