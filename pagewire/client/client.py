@@ -121,7 +121,8 @@ class AsyncClient:
       restarted. Every method accepts a `timeout` in seconds, which takes precedence over `retry`.
     - `tls_ca`: the PEM file of the authority that signed the server's certificate. The default is the system's set.
     - `tls_cert`, `tls_key`: the PEM files of the client's certificate and private key, for mutual TLS.
-    - `api_key`: identifies the tenant on a server that has tenants. Without TLS, the key is readable on the network.
+    - `api_key`: a key of the server's `--api-key`, or the key of a tenant. Without TLS, the key is readable on the
+      network.
 
     TLS is used if the URL begins with "grpcs://" or if `tls_ca` or `tls_cert` is given. The constructor raises
     ValueError for an invalid URL, API key or set of TLS files.
