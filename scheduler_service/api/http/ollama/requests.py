@@ -30,7 +30,7 @@ _SamplingOptions: Any = defstruct(
 )
 
 
-class OllamaOptions(_SamplingOptions, forbid_unknown_fields=True, frozen=True):  # type: ignore[misc]
+class OllamaOptions(_SamplingOptions, forbid_unknown_fields=True, frozen=True):  # type: ignore[call-arg]
     """The sampling options of a request. Options that are unset have the model's own defaults, not Ollama's. The
     options that Ollama needs to load a model, such as `num_ctx`, have no effect."""
 
