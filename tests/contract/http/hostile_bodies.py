@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct, inspect
 
-from scheduler_service.api.http.ollama.requests import OllamaChatRequest, OllamaGenerateRequest
+from scheduler_service.api.http.ollama.requests import OllamaChatRequest, OllamaRequest
 from scheduler_service.api.http.openapi import TypedRoute
 from testing.chat_output.spellings import SPELLINGS
 
@@ -266,8 +266,9 @@ def _object(kind: type[Struct], name: str, text: str) -> str:
     for limit in ("max_tokens", "max_output_tokens"):
         if limit in kind.__struct_fields__:
             needed[limit] = "1"
-    if kind in (OllamaChatRequest, OllamaGenerateRequest):
+    if issubclass(kind, OllamaRequest):
         needed["options"] = '{"num_predict": 1}'
+        needed |= {"messages": _SERVED["messages"]} if kind is OllamaChatRequest else {}
     if info.tag is not None:
         needed[str(info.tag_field)] = json.dumps(info.tag)
     return "{" + ", ".join(f'"{key}": {value}' for key, value in (needed | {name: text}).items()) + "}"
