@@ -11,6 +11,10 @@ ROOT = Path(__file__).parents[2]
 INSTALLED = ROOT / ".venv-clients"
 PYTHON = INSTALLED / "python" / "bin"
 AIDER = INSTALLED / "aider" / "bin" / "aider"
+AIDER_OPTIONS = [
+    *("--edit-format", "diff", "--yes-always", "--no-git", "--no-pretty"),
+    *("--no-analytics", "--no-check-update", "--no-show-release-notes", "--no-show-model-warnings"),
+]
 NPM = INSTALLED / "node_modules" / ".bin"
 SECONDS = 840
 # Set by `python -m tests.clients` if only the loopback interface exists.
@@ -30,6 +34,13 @@ QUIET = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
 }
+
+
+def prepare_aider(home: Path) -> None:
+    """Write a file that aider would download otherwise."""
+    prices = home / ".aider" / "caches" / "model_prices_and_context_window.json"
+    prices.parent.mkdir(parents=True)
+    prices.write_text('{"another model": {}}')
 
 
 class ProgramError(AssertionError):

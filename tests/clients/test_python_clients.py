@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.conftest import Served
-from tests.clients.program import AIDER, PYTHON
+from tests.clients.program import AIDER, AIDER_OPTIONS, PYTHON, prepare_aider
 from tests.clients.scripts import HELLO
 
 STEPS = Path(__file__).with_name("steps")
@@ -31,17 +31,6 @@ print('one "two" 𝄞')
 >>>>>>> REPLACE
 ```
 """
-AIDER_OPTIONS = [
-    *("--edit-format", "diff", "--yes-always", "--no-git", "--no-pretty"),
-    *("--no-analytics", "--no-check-update", "--no-show-release-notes", "--no-show-model-warnings"),
-]
-
-
-def prepare_aider(served: Served) -> None:
-    """Write a file that aider would download otherwise."""
-    prices = served.program.home / ".aider" / "caches" / "model_prices_and_context_window.json"
-    prices.parent.mkdir(parents=True)
-    prices.write_text('{"another model": {}}')
 
 
 @pytest.mark.parametrize("model", ["openai/chatty", "ollama_chat/chatty"], ids=str)
@@ -51,7 +40,7 @@ async def test_aider(served: Served, tmp_path: Path, model: str) -> None:
     The first change needs a second request.
     """
     file = tmp_path / "greet.py"
-    prepare_aider(served)
+    prepare_aider(served.program.home)
     served.worker.script = lambda conversation: EDIT
     for option in ("--stream", "--no-stream"):
         file.write_text('print("hello")\n')

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.clients import test_editors as editors
-from tests.clients import test_open_webui as open_webui
 from tests.clients.conftest import Served, serving_clients
-from tests.clients.program import AIDER, INSTALLED, NPM, PYTHON, ROOT
+from tests.clients.editor_requests import CODE, FILLS, VIM, ollama_fill, post, streamed_chat
+from tests.clients.program import AIDER, AIDER_OPTIONS, INSTALLED, NPM, PYTHON, ROOT, prepare_aider
 from tests.clients.scripts import HELLO
-from tests.clients.test_python_clients import AIDER_OPTIONS, prepare_aider
+from tests.clients.web_ui_requests import check_connections
 
 PAGE = (ROOT / "docs/clients.md").read_text(encoding="utf-8")
 ADDRESS = "http://127.0.0.1:8000"
@@ -69,7 +68,7 @@ async def test_aider(named: Served, tmp_path: Path) -> None:
     """The page's command opens a chat; this test asks one question instead."""
     command = recipe("aider", named.url).rstrip("\n")
     command += f" {' '.join(AIDER_OPTIONS)} --message hi\n"
-    prepare_aider(named)
+    prepare_aider(named.program.home)
     environ = {"PATH": f"{AIDER.parent}:{os.environ['PATH']}"}
     said = await named.program.run("sh", "-e", cwd=tmp_path, given=command, environ=environ)
     assert HELLO in said
@@ -78,7 +77,7 @@ async def test_aider(named: Served, tmp_path: Path) -> None:
 async def test_open_webui(named: Served) -> None:
     given = dict(re.findall(r"-e (\w+)=(\S+)", recipe("Open WebUI", named.url)))
     assert set(given) == {"OLLAMA_BASE_URL", "OPENAI_API_BASE_URL", "OPENAI_API_KEY"}
-    await open_webui.check_connections(given["OLLAMA_BASE_URL"], given["OPENAI_API_BASE_URL"])
+    await check_connections(given["OLLAMA_BASE_URL"], given["OPENAI_API_BASE_URL"])
 
 
 async def test_continue(named: Served, tmp_path: Path) -> None:
@@ -88,18 +87,18 @@ async def test_continue(named: Served, tmp_path: Path) -> None:
     assert said.strip() == HELLO
     _, model = yaml.safe_load(config.read_text())["models"]
     assert (model["provider"], model["roles"]) == ("ollama", ["autocomplete", "embed"])
-    for fill in editors.FILLS:
-        assert await editors.ollama_fill(model["apiBase"], model["model"], fill) == HELLO
-    embedded = await editors.post(f"{model['apiBase']}/api/embed", {"model": model["model"], "input": ["a", "b"]})
+    for fill in FILLS:
+        assert await ollama_fill(model["apiBase"], model["model"], fill) == HELLO
+    embedded = await post(f"{model['apiBase']}/api/embed", {"model": model["model"], "input": ["a", "b"]})
     assert len(embedded.json()["embeddings"]) == 2
 
 
 async def test_vim(named: Served) -> None:
     endpoints = dict(re.findall(r"'(\w+)': '(.*?)'", recipe("Vim", named.url)))
     assert set(endpoints) == {"endpoint_fim", "endpoint_inst"}
-    assert (await editors.post(endpoints["endpoint_fim"], editors.VIM)).json()["content"] == HELLO
+    assert (await post(endpoints["endpoint_fim"], VIM)).json()["content"] == HELLO
     body = {"id_slot": 0, "messages": [{"role": "user", "content": "hi"}], "cache_prompt": True}
-    assert await editors.streamed_chat(endpoints["endpoint_inst"], body) == HELLO
+    assert await streamed_chat(endpoints["endpoint_inst"], body) == HELLO
 
 
 async def test_vs_code(named: Served) -> None:
@@ -107,8 +106,8 @@ async def test_vs_code(named: Served) -> None:
     names = [f"llama-vscode.endpoint{part}" for part in ("", "_chat", "_tools", "_embeddings")]
     assert list(settings) == names
     fill, *chats, embeddings = settings.values()
-    assert (await editors.post(f"{fill}/infill", editors.CODE)).json()["content"] == HELLO
+    assert (await post(f"{fill}/infill", CODE)).json()["content"] == HELLO
     for chat in chats:
         body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.8}
-        assert await editors.streamed_chat(f"{chat}/v1/chat/completions", body) == HELLO
-    assert (await editors.post(f"{embeddings}/v1/embeddings", {"input": "hi"})).json()["data"]
+        assert await streamed_chat(f"{chat}/v1/chat/completions", body) == HELLO
+    assert (await post(f"{embeddings}/v1/embeddings", {"input": "hi"})).json()["data"]

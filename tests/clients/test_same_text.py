@@ -13,10 +13,11 @@ import pytest
 
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
+from testing.parity import STORYTELLER
 from testing.seeds import seeded
+from testing.services import Service, free_port
 from testing.serving.http_server import serve_http
 from tests.clients.scripted_model import MAX_MODEL_LEN
-from tests.system.http_server import serving
 
 NUM_TOKENS = 24
 NUM_SEEDS = 10
@@ -53,8 +54,14 @@ async def simulated(checkpoint: Path) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture(scope="module")
 def storyteller() -> Iterator[str]:
-    with serving("--served-model-name", "chatty") as (_, url):
-        yield url
+    port = free_port("127.0.0.1")
+    flags = ["--port", 0, "--metrics-port", 0, "--http-port", port, "--num-threads", 1, "--served-model-name", "chatty"]
+    service = Service("serve", [STORYTELLER, *flags])
+    try:
+        service.wait_until_ready()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        service.stop()
 
 
 async def text_of(api: httpx.AsyncClient, path: str, body: dict[str, Any], seed: int, stream: bool) -> str:
@@ -96,16 +103,16 @@ async def check_same(api: httpx.AsyncClient, kind: str, prompt: str, seed: int) 
 
 @pytest.mark.parametrize("kind", REQUESTS)
 async def test_simulated_model(simulated: httpx.AsyncClient, kind: str) -> None:
-    random = seeded()
+    draws = seeded()
     texts = set()
-    for seed in (random.randrange(1 << 31) for _ in range(NUM_SEEDS)):
+    for seed in (draws.randrange(1 << 31) for _ in range(NUM_SEEDS)):
         texts |= {await check_same(simulated, kind, prompt, seed) for prompt in PROMPTS}
     assert len(texts) > NUM_SEEDS, texts  # they depend on the seed and the prompt
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
 async def test_bundled_model(storyteller: str, kind: str) -> None:
-    random = seeded()
+    draws = seeded()
     async with httpx.AsyncClient(base_url=storyteller, timeout=60) as api:
-        texts = {await check_same(api, kind, PROMPTS[0], random.randrange(1 << 31)) for _ in range(NUM_SEEDS)}
+        texts = {await check_same(api, kind, PROMPTS[0], draws.randrange(1 << 31)) for _ in range(NUM_SEEDS)}
     assert len(texts) > 1, texts
