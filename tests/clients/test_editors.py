@@ -51,16 +51,16 @@ async def test_llama_vim_fills_in(served: Served) -> None:
 
 
 async def test_llama_vim_edits(served: Served) -> None:
-    """The plugin's first request only fills the prompt cache; the plugin does not read its answer."""
-    body = {"id_slot": 0, "messages": [{"role": "system", "content": "Edit."}, {"role": "user", "content": ""}]}
-    warm_up = {"samplers": [], "n_predict": 0, "stream": False, "cache_prompt": True, "response_fields": [""]}
+    """Instructions need fields of llama-server's chat route. Each is supported, or the refusal names it."""
+    messages = [{"role": "system", "content": "Edit."}, {"role": "user", "content": "INSTRUCTION: hi"}]
+    body = {"id_slot": 0, "messages": messages, "min_p": 0.1, "temperature": 0.1, "cache_prompt": True, "stream": True}
+    url = f"{served.url}/v1/chat/completions"
+    assert await streamed_chat(url, body) == HELLO
+    others = {"samplers": ["min_p", "temperature"], "n_predict": 0, "response_fields": [""]}
     async with httpx.AsyncClient(timeout=60) as api:
-        response = await api.post(f"{served.url}/v1/chat/completions", json=body | warm_up)
-    assert response.status_code == 200 or response.json()["error"]["param"] in warm_up, response.text
-    body["messages"][-1]["content"] = "INSTRUCTION: hi"
-    sampling = {"min_p": 0.1, "temperature": 0.1, "samplers": ["min_p", "temperature"]}
-    text = await streamed_chat(f"{served.url}/v1/chat/completions", body | sampling | {"cache_prompt": True})
-    assert text == HELLO
+        for name, value in others.items():
+            response = await api.post(url, json=body | {name: value})
+            assert response.status_code == 200 or response.json()["error"]["param"] == name, response.text
 
 
 @pytest.mark.parametrize("num_completions", [1, 3])

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.clients.conftest import Served, serving_clients
-from tests.clients.editor_requests import CODE, FILLS, VIM, ollama_fill, post, streamed_chat
+from tests.clients.editor_requests import CODE, EXTRA, FILLS, VIM, ollama_fill, post, streamed_chat
 from tests.clients.program import AIDER, AIDER_OPTIONS, INSTALLED, NPM, PYTHON, ROOT, prepare_aider
 from tests.clients.scripts import HELLO
 from tests.clients.web_ui_requests import check_connections
@@ -95,10 +95,8 @@ async def test_continue(named: Served, tmp_path: Path) -> None:
 
 async def test_vim(named: Served) -> None:
     endpoints = dict(re.findall(r"'(\w+)': '(.*?)'", recipe("Vim", named.url)))
-    assert set(endpoints) == {"endpoint_fim", "endpoint_inst"}
-    assert (await post(endpoints["endpoint_fim"], VIM)).json()["content"] == HELLO
-    body = {"id_slot": 0, "messages": [{"role": "user", "content": "hi"}], "cache_prompt": True}
-    assert await streamed_chat(endpoints["endpoint_inst"], body) == HELLO
+    assert set(endpoints) == {"endpoint_fim"}
+    assert (await post(endpoints["endpoint_fim"], VIM | {"input_extra": EXTRA})).json()["content"] == HELLO
 
 
 async def test_vs_code(named: Served) -> None:
@@ -106,7 +104,7 @@ async def test_vs_code(named: Served) -> None:
     names = [f"llama-vscode.endpoint{part}" for part in ("", "_chat", "_tools", "_embeddings")]
     assert list(settings) == names
     fill, *chats, embeddings = settings.values()
-    assert (await post(f"{fill}/infill", CODE)).json()["content"] == HELLO
+    assert (await post(f"{fill}/infill", CODE | {"input_extra": EXTRA})).json()["content"] == HELLO
     for chat in chats:
         body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.8}
         assert await streamed_chat(f"{chat}/v1/chat/completions", body) == HELLO

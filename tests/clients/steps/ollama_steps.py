@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import sys
 import tempfile
 import traceback
@@ -58,7 +57,7 @@ def check_refusal(answer: object, name: str) -> None:
     # Outside of Ollama's routes, errors have the form of OpenAI's API.
     text = answer.error["message"] if isinstance(answer.error, dict) else answer.error
     assert name in text.lower(), (name, answer)
-    assert not re.search(r"\n|^{", text), text
+    assert not text.startswith("{"), text
     print(f"refused {name}: {answer}")
 
 
@@ -221,7 +220,6 @@ def refuses() -> None:
             "dimensions": lambda: CLIENT.embed(MODEL, "hi", dimensions=10**6),
             "systemone": lambda: CLIENT.systemone(MODEL, "state", {}),
             "context": lambda: CLIENT.generate(MODEL, "hi " * 300_000),
-            "role": lambda: CLIENT.chat(MODEL, [{"role": "nobody", "content": "hi"}]),
         }.items():
             check_refusal(attempt(call), name)
     assert CLIENT.pull(MODEL).status == "success"
