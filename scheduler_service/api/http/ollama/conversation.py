@@ -82,8 +82,10 @@ def max_output_tokens(request: OllamaRequest) -> int | None:
     RefusedError if the request sets 0."""
     number = request.options.num_predict if request.options else None
     if number == 0:
-        field = "options.num_predict"
-        raise invalid(field, f"{field} is 0; send at least 1, or -1 for outputs up to the maximum sequence length")
+        raise invalid(
+            "options.num_predict",
+            "options.num_predict is 0; send at least 1, or -1 for outputs up to the maximum sequence length",
+        )
     return number if number and number > 0 else None
 
 

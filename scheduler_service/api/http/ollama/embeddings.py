@@ -22,9 +22,9 @@ async def embed_texts(
     options: dict[str, Any] = {name: getattr(request, name) for name in QueuedRequest.__struct_fields__}
     if isinstance(request, OllamaEmbedRequest):
         field, texts = "input", request.input
-        options["dimensions"] = request.dimensions or None
-        if request.truncate is not False and request.truncate_prompt_tokens is None:
-            options |= {"truncate_prompt_tokens": -1, "truncation_side": "right"}
+        cuts = request.truncate is not False and request.truncate_prompt_tokens is None
+        options |= {"truncate_prompt_tokens": -1, "truncation_side": "right"} if cuts else {}
+        options |= {"dimensions": request.dimensions or None}
     else:
         field, texts = "prompt", request.prompt
     embeddings, num_tokens = list[Any](), 0

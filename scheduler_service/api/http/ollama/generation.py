@@ -134,8 +134,7 @@ async def answer_ollama(
         if isinstance(request, OllamaGenerateRequest) and (request.raw or request.suffix or template is None):
             asked = completion = await intake.turns.run_in_turn(tenant, call.size, completion_of, request)
             read = await read_completion(completion, call, intake)
-            limited = replace(read.requests[0], default_max_tokens=max_output_tokens(request))
-            read = read._replace(requests=[limited])
+            read.requests[0] = replace(read.requests[0], default_max_tokens=max_output_tokens(request))
         else:
             asked = chat = await intake.turns.run_in_turn(tenant, call.size, chat_of, request)
             read, make_parser = await read_chat(chat, call, intake, stream)

@@ -47,10 +47,13 @@ async def show_model(request: OllamaShowRequest, admission: CallAdmission, intak
     request names another model."""
     admission.check_model(request.name or None)
     model, capabilities, family = intake.model, ["completion"], intake.model.model_type or "general"
-    sizes = {"context_length": longest_sequence(intake), "embedding_length": model.hidden_size}
-    sizes["vocab_size"] = model.vocab_size
-    names = {"general.architecture": model.model_type, "general.basename": model.name}
-    info = names | {f"{family}.{name}": size for name, size in sizes.items()}
+    info = {
+        "general.architecture": model.model_type,
+        "general.basename": model.name,
+        f"{family}.context_length": longest_sequence(intake),
+        f"{family}.embedding_length": model.hidden_size,
+        f"{family}.vocab_size": model.vocab_size,
+    }
     if model.chat_template is not None:
         output = intake.chats.format_of(model.chat_template)
         capabilities += ["tools"] if output.calls is not None else []
