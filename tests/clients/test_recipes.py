@@ -29,8 +29,8 @@ RECIPES = {
 
 @pytest.fixture
 async def named(checkpoint: Path, tmp_path: Path) -> AsyncIterator[Served]:
-    """Serve the scripted model under the name that the page uses."""
-    async with serving_clients(checkpoint, tmp_path, "storyteller") as server:
+    """Serve the scripted model under the names that the page uses."""
+    async with serving_clients(checkpoint, tmp_path, "storyteller,coder") as server:
         yield server
 
 

@@ -43,10 +43,10 @@ def chat_of(model: str) -> dict[str, Any]:
 async def check_connections(ollama_url: str, openai_url: str) -> None:
     """Check that both connections list a model and chat with it."""
     async with client(ollama_url) as api:
-        (model,) = (await api.get("/api/tags")).json()["models"]
+        model, *_ = (await api.get("/api/tags")).json()["models"]
         parts = await lines(api, "/api/chat", **chat_of(model["model"]))
         assert "".join(part["message"]["content"] for part in parts) == HELLO
     async with client(openai_url) as api:
-        (model,) = (await api.get(f"{openai_url}/models")).json()["data"]
+        model, *_ = (await api.get(f"{openai_url}/models")).json()["data"]
         answer = await post(api, f"{openai_url}/chat/completions", model=model["id"], messages=MESSAGES, stream=False)
         assert answer["choices"][0]["message"]["content"] == HELLO
