@@ -34,7 +34,14 @@ _IGNORED_FIELDS = frozenset(
         *("anthropic_beta", "anthropic_version", "api_key", "betas", "cache_prompt", "drop_params", "id_slot"),
         *("num_retries", "slot_id", "snippy", "tool_stream"),
         # parameters of llama-server's options that are off (see _NEUTRAL), of its cache and of its SSE comments
-        *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent"),
+        *(
+            "adaptive_decay",
+            "dry_allowed_length",
+            "dry_base",
+            "dry_penalty_last_n",
+            "dry_sequence_breakers",
+            "dynatemp_exponent",
+        ),
         *("n_cache_reuse", "n_discard", "sse_ping_interval", "t_max_prompt_ms", "xtc_threshold"),
         # options with which Ollama loads a model, some of them in older versions only
         *("draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta"),
@@ -52,7 +59,7 @@ _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("timings_per_token", "vl_high_resolution_images"), False),
     **dict.fromkeys(("password", "system", "template", "username"), ""),
     **{"embedding_type": "float", "extra_body": {}, "options": {}, "plugins": [], "result_format": "message"},
-    **{"lora": [], "top_n_sigma": -1, "transforms": []},
+    **{"adaptive_target": -1, "lora": [], "top_n_sigma": -1, "transforms": []},
 }
 _Request = TypeVar("_Request", bound=Struct)
 

@@ -280,9 +280,7 @@ async def test_infill(tmp_path: Path) -> None:
         for wrong in ({}, {"filename": "a"}, {"filename": 1, "text": "a"}, {"filename": 1, "text": 2}):
             error = await server.refusal("/infill", **asked, input_extra=[wrong])
             assert error["param"].startswith("input_extra[0]")
-        assert (await server.refusal("/infill", input_prefix="a"))[
-            "message"
-        ] == "input_suffix is missing; send a string"
+        assert (await server.refusal("/infill", input_prefix="a"))["param"] == "input_suffix"
 
 
 async def test_infill_needs_its_tokens(server: HttpServer) -> None:

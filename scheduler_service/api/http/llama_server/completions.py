@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import UNSET, Raw, structs
 
 from pagewire.common.wire.messages import SamplingParams
+from pagewire.common.wire.sampling_rules import FILTERS_OFF
 from scheduler_service.api.http.answering import PromptProgress, all_of, begin_requests, deltas_of, full_outputs
 from scheduler_service.api.http.answers import encode, encode_list
 from scheduler_service.api.http.completions import read_completion
@@ -29,7 +30,7 @@ from scheduler_service.serving.tenants.caller import Call
 
 _RANDOM_SEEDS = (-1, 2**32 - 1)
 _MAX_PARTS = 1024  # of all prompts and logit biases of a call together
-_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+_OFF = {**FILTERS_OFF, "temperature": 1.0}
 _NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _FLAGS = ("ignore_eos", "stream", "timings_per_token", "post_sampling_probs")
 _STOP_TYPES = {EndReason.STOP: "eos", EndReason.LENGTH: "limit", EndReason.ABORT: "none"}
@@ -37,7 +38,7 @@ _STOP_TYPES = {EndReason.STOP: "eos", EndReason.LENGTH: "limit", EndReason.ABORT
 _NAMES = RequestNames(
     "prompt", max_tokens="n_predict", n="n_cmpl", logprobs="n_probs", echo="prompt", return_token_ids="return_tokens"
 )
-_Parts = list[str | list[int]]
+_PromptPieces = list[str | list[int]]
 
 
 class LlamaWriter:
@@ -170,7 +171,7 @@ def settings_of(sampling: SamplingParams, **others: Any) -> dict[str, Any]:
         "samplers": ["penalties", *_OFF],
         **dict.fromkeys(("dynatemp_range", "xtc_probability", "dry_multiplier"), 0.0),
         **dict.fromkeys(("mirostat", "n_keep", "n_discard", "min_keep"), 0),
-        **{"typical_p": 1.0, "top_n_sigma": -1.0, "lora": []},
+        **{"typical_p": 1.0, "top_n_sigma": -1.0, "adaptive_target": -1.0, "adaptive_decay": 0.9, "lora": []},
         **others,
     }
 
@@ -262,7 +263,7 @@ async def _completion_of(request: LlamaCompletionRequest, tenant: str, call: Cal
     )
 
 
-def _prompts_of(request: LlamaCompletionRequest) -> list[_Parts]:
+def _prompts_of(request: LlamaCompletionRequest) -> list[_PromptPieces]:
     """Split the prompts of a request into their parts, which are texts and lists of consecutive token ids. Raises
     RefusedError if the prompts and the logit biases have too many parts."""
     given: Any = request.prompt
@@ -284,7 +285,7 @@ def _prompts_of(request: LlamaCompletionRequest) -> list[_Parts]:
     return separated
 
 
-async def _joined(parts: _Parts, tenant: str, intake: Intake) -> Any:
+async def _joined(parts: _PromptPieces, tenant: str, intake: Intake) -> Any:
     """Return a prompt as a text or as token ids. If it mixes both, its texts are tokenized. Only a text at the
     beginning of such a prompt gets the special tokens of a prompt."""
     if len(parts) == 1:

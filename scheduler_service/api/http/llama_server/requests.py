@@ -9,15 +9,15 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from pagewire.common.wire.sampling_rules import LOGIT_BIAS, RANGES, UINT32
+from pagewire.common.wire.sampling_rules import FILTERS_OFF, LOGIT_BIAS, RANGES, UINT32
 from scheduler_service.api.http.requests import INT64, SampledRequest, TokenId, why, within
 
 _Bias = Annotated[float, within(LOGIT_BIAS)] | Literal[False]
 # A text, token ids, or both in a list. A list without token ids at the top contains several prompts.
 LlamaPrompt = str | Annotated[list[str | TokenId | list[str | TokenId]], Meta(min_length=1)]
-# Pairs of a token id or a text and its bias. In an object, texts of digits are token ids.
+# An object, in which texts of digits are token ids, or pairs of a token id or a text and its bias.
 LlamaBiases = Annotated[
-    list[tuple[TokenId | str, _Bias]] | dict[str, _Bias],
+    dict[str, _Bias] | list[tuple[TokenId | str, _Bias]],
     why("of token ids, or of all tokens of a text; false: -100"),
 ]
 # Other names of fields: a name of llama-server's own, and names of OpenAI's API, which llama-server accepts too.
@@ -48,8 +48,7 @@ class LlamaCompletionRequest(SampledRequest, kw_only=True, forbid_unknown_fields
             list[str],
             Meta(max_length=64),
             why(
-                "temperature, top_k, top_p and min_p are off if they are not in the list; other samplers and the order "
-                "have no effect"
+                f"{', '.join(FILTERS_OFF)} are off if they are not listed; other samplers and the order have no effect"
             ),
         ]
         | None
