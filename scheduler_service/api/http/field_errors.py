@@ -27,7 +27,7 @@ _AN, _A = ("integer", "object", "empty"), ("string", "number", "boolean", "list"
 _MAX_LISTED_CHARS = 200  # of the fields of an object in an error
 _Schema = Mapping[str, Any]
 # A step of a path: the name of a field or the index of an item.
-_Step = str | int
+_PathStep = str | int
 
 
 def field_error(text: str, given: Any, read: Any, kind: type[Struct]) -> RefusedError:
@@ -76,7 +76,7 @@ def shown(value: Any) -> str:
     return f"{text[:SHOWN_CHARS]}…"
 
 
-def _locate(given: Any, steps: Sequence[_Step], read: Any) -> tuple[str, Any]:
+def _locate(given: Any, steps: Sequence[_PathStep], read: Any) -> tuple[str, Any]:
     """Return the path of a field in the request as the client wrote it, and the field's value there.
 
     `steps` is the path after the conversion of other APIs' formats, and `read` is the value there. The conversion may
@@ -96,14 +96,14 @@ def _locate(given: Any, steps: Sequence[_Step], read: Any) -> tuple[str, Any]:
     return path.removeprefix("."), read if value is UNSET else value
 
 
-def _child(value: Any, step: _Step) -> Any:
+def _child(value: Any, step: _PathStep) -> Any:
     try:
         return value[step]
     except (LookupError, TypeError):
         return UNSET
 
 
-def _reach(kind: type[Struct], read: Any, steps: Sequence[_Step]) -> tuple[Iterable[str], list[_Schema], Any]:
+def _reach(kind: type[Struct], read: Any, steps: Sequence[_PathStep]) -> tuple[Iterable[str], list[_Schema], Any]:
     """Follow a path into the JSON value of a request, and into the schema of its type.
 
     Returns the names that the path's last step may have, the JSON Schemas of the field, and its value or UNSET. There
@@ -143,7 +143,7 @@ def _options(schema: _Schema, by_name: Mapping[str, _Schema]) -> Iterator[_Schem
         yield by_name[schema["$ref"]] if "$ref" in schema else schema
 
 
-def _faulty_entry(kind: type[Struct], steps: Sequence[_Step], read: Any) -> tuple[str, str]:
+def _faulty_entry(kind: type[Struct], steps: Sequence[_PathStep], read: Any) -> tuple[str, str]:
     """Find the first entry with an invalid key or value in the object with arbitrary keys at the path `steps` of a
     request. Return the entry's key, and a phrase for the keys that the object accepts."""
     hint: Any = kind
