@@ -288,7 +288,6 @@ async def test_unset_options_have_the_models_own_values(tmp_path: Path) -> None:
 
 
 TOO_LONG = {"messages": [{"role": "user", "content": "x " * 200}]}
-THINKING = {"messages": [QUESTION], "think": True}
 
 
 @pytest.mark.parametrize(
