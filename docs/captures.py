@@ -158,9 +158,10 @@ def part_of(text: str, name: str) -> str:
 
 
 def wording(part: str) -> list[str]:
-    """Return the words of a capture that do not change from run to run. A line without spaces shows a map of blocks."""
-    lines = [line for line in part.splitlines() if " " in line]
-    return [word for line in lines for word in re.findall(r"[A-Za-z][A-Za-z-]+", line)]
+    """Return the words of a capture that do not change from run to run: words without digits, and not the lines of a
+    map of blocks, which have no spaces."""
+    words = [word for line in part.splitlines() if " " in line for word in line.split()]
+    return [word for word in words if re.fullmatch(r"[A-Za-z-]{2,}[^\w\s]*", word)]
 
 
 def main() -> None:

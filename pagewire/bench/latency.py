@@ -14,8 +14,7 @@ from pagewire.bench.profile import Profile, ServerTimes, profile, read_times, re
 from pagewire.bench.run import Run, check_fits, exit_code, run
 from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
-from pagewire.cli import client_flags
-from pagewire.cli.figures import duration
+from pagewire.cli import client_flags, figures
 from pagewire.client.client import AsyncClient
 from pagewire.client.server_info import ServerInfo
 from pagewire.hosting import local_server
@@ -79,8 +78,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def latency_table(summary: Summary) -> str:
-    lines = [f"Avg latency: {duration(summary.mean)}", f"Std latency: {duration(summary.std)}"]
-    lines += [f"{percent:g}% percentile latency: {duration(value)}" for percent, value in summary.percentiles]
+    lines = [f"Avg latency: {figures.duration(summary.mean)}", f"Std latency: {figures.duration(summary.std)}"]
+    lines += [f"{percent:g}% percentile latency: {figures.duration(value)}" for percent, value in summary.percentiles]
     return "\n".join(lines)
 
 

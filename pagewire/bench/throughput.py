@@ -10,8 +10,7 @@ from typing import Any
 from pagewire.bench import flags, result, target
 from pagewire.bench.run import Run, check_fits, exit_code, run
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
-from pagewire.cli import client_flags
-from pagewire.cli.figures import rounded
+from pagewire.cli import client_flags, figures
 from pagewire.client.client import AsyncClient
 from pagewire.client.server_info import ServerInfo
 from pagewire.hosting import local_server
@@ -82,9 +81,9 @@ def total(measured: Run) -> Totals:
 def report(totals: Totals) -> str:
     all_tokens = totals.num_prompt_tokens + totals.num_output_tokens
     return (
-        f"Throughput: {rounded(totals.rate(totals.completed))} requests/s, "
-        f"{rounded(totals.rate(all_tokens))} total tokens/s, "
-        f"{rounded(totals.rate(totals.num_output_tokens))} output tokens/s\n"
+        f"Throughput: {figures.rounded(totals.rate(totals.completed))} requests/s, "
+        f"{figures.rounded(totals.rate(all_tokens))} total tokens/s, "
+        f"{figures.rounded(totals.rate(totals.num_output_tokens))} output tokens/s\n"
         f"Total num prompt tokens:  {totals.num_prompt_tokens}\n"
         f"Total num output tokens:  {totals.num_output_tokens}"
     )

@@ -261,7 +261,8 @@ class Chat:
         try:
             is_text = message.strip() or self._conversation.template is None
             if is_text and not self._execute_command(message):
-                self._answer(message[1:] if message.startswith("//") else message)
+                is_escaped = message.startswith("//") and "\n" not in message
+                self._answer(message[1:] if is_escaped else message)
         except (CommandError, PagewireError) as error:
             if isinstance(error, Unavailable) and self._server and self._server.ends_within(END_TIMEOUT_S):
                 raise
@@ -273,7 +274,8 @@ class Chat:
 
         Raise EOFError if the command ends the chat, and CommandError if it fails.
         """
-        if not message.startswith("/") or message.startswith("//") or "\n" in message:
+        is_pasted = "\n" in message and not message.startswith(("/system ", "/set "))
+        if not message.startswith("/") or message.startswith("//") or is_pasted:
             return False
         command = message.strip().replace("/set parameter", "/set", 1).replace("/set system", "/system", 1)
         word, _, argument = map(str.strip, command.partition(" "))

@@ -74,7 +74,8 @@ class ChatTerminal:
         Raise EOFError at the end of the input. A block that the end of the input cuts off still counts as a message.
         """
         line = self._read_line(PROMPT)
-        if line.lstrip().startswith(BLOCK):
+        is_whole = "\n" not in line or line.rstrip().endswith(BLOCK)
+        if is_whole and line.lstrip().startswith(BLOCK):  # other pasted text may begin with a docstring
             return self._read_block(line.lstrip().removeprefix(BLOCK))
         lines = [line]
         with contextlib.suppress(EOFError):

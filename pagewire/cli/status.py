@@ -11,9 +11,8 @@ from datetime import datetime
 
 import grpc
 
-from pagewire.cli import SUCCESS, connection
+from pagewire.cli import SUCCESS, connection, figures
 from pagewire.cli.block_view import BlockView
-from pagewire.cli.figures import duration
 from pagewire.cli.watch import INTERVAL_S, Watch
 from pagewire.client.client import AsyncClient
 from pagewire.client.errors import PagewireError, Unavailable
@@ -37,8 +36,8 @@ FIRST_ROWS = {
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="pagewire status",
-        description="Show the model, the worker and the load of a server, or what one request is doing. Latencies are "
-        "those of the last 1,000 sequences that ended.",
+        description="Show the model, the worker and the load of a server, or what one request is doing. "
+        "The latencies are those of the last 1,000 sequences.",
     )
     parser.add_argument(
         "--watch",
@@ -120,7 +119,9 @@ class View:
         """
         rows = _rows(state)
         described = zip(rows, _row_lines(rows, self._colour, num_columns), strict=True)
-        shown = [(row[0] in FIRST_ROWS, lines) for row, lines in described if wanted.casefold() in str(row).casefold()]
+        shown = [
+            (row[0] in FIRST_ROWS, lines) for row, lines in described if wanted.casefold() in " ".join(row).casefold()
+        ]
         first, others = ([line for key, lines in shown if key is kind for line in lines] for kind in (True, False))
         if isinstance(state, RequestReport) or state.blocks is None:
             return [*first, *others]
@@ -195,6 +196,8 @@ def _load_rows(loads: Loads) -> list[tuple[str, str]]:
         "per token": loads.time_per_output_token,
         "queue time": loads.queue_time,
     }
+    seconds = {name: (found.mean, found.p50, found.p99) for name, found in latencies.items() if found}
+    described = {name: "mean {}, p50 {}, p99 {}".format(*map(figures.duration, seconds[name])) for name in seconds}
     held = 100 * loads.num_held_blocks / loads.num_device_blocks if loads.num_device_blocks else 0.0
     hits = 100 * loads.num_cached_prompt_tokens / loads.num_prompt_tokens if loads.num_prompt_tokens else 0.0
     host_hits = 100 * loads.num_host_cached_prompt_tokens / loads.num_prompt_tokens if loads.num_prompt_tokens else 0.0
@@ -203,12 +206,7 @@ def _load_rows(loads: Loads) -> list[tuple[str, str]]:
         ("waiting", f"{loads.num_waiting} ({loads.num_waiting_tokens} prompt tokens)"),
         ("KV cache", f"{held:.1f} % held of {loads.num_device_blocks} blocks, {loads.num_cached_blocks} cached"),
         ("throughput", f"{loads.generation_throughput:.1f} tokens/s"),
-        *(
-            (name, f"mean {duration(found.mean)}, p50 {duration(found.p50)}, p99 {duration(found.p99)}")
-            if found
-            else (name, "none yet")
-            for name, found in latencies.items()
-        ),
+        *((name, described.get(name, "none yet")) for name in latencies),
         (
             "tokens",
             f"{loads.num_generation_tokens} output, {loads.num_prompt_tokens} prompt ({hits:.1f} % cached)",

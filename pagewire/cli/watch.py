@@ -49,8 +49,8 @@ class Watch(Generic[State]):
         loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as stack:
             self._open_screen(stack, loop)
+            self._draw()
             while True:
-                self._draw()
                 next_at = loop.time() + INTERVAL_S
                 try:
                     async with asyncio.timeout(TIMEOUT_S):
