@@ -243,7 +243,7 @@ class Chat:
     def run(self) -> None:
         """Run the interactive loop until the user ends the chat. Raise Unavailable if the local server that this
         process started ends earlier."""
-        kind = "chat" if self._info.chat_template is not None else "no chat template: it continues your text"
+        kind = "chat" if self._conversation.template is not None else "no chat template: it continues your text"
         tell(f"{self._info.served_model_name} ({kind}). /help lists commands, Ctrl-D ends.")
         while True:
             try:
@@ -261,8 +261,7 @@ class Chat:
         try:
             is_text = message.strip() or self._conversation.template is None
             if is_text and not self._execute_command(message):
-                is_escaped = message.startswith("//") and "\n" not in message
-                self._answer(message[1:] if is_escaped else message)
+                self._answer(message if "\n" in message else message.removeprefix("/"))  # of //TEXT
         except (CommandError, PagewireError) as error:
             if isinstance(error, Unavailable) and self._server and self._server.ends_within(END_TIMEOUT_S):
                 raise
@@ -321,12 +320,13 @@ class Chat:
         tell(f"reset {name}" if value is None else f"set {name} to {to_json(value)}")
 
     def _show(self) -> None:
-        template, named = self._conversation.template, self._info.named_chat_templates
-        names = [name for name, text in named.items() if text == template] or ["the model's own"]
+        named = {text: name for name, text in self._info.named_chat_templates.items()}
+        own = {self._info.chat_template: "the model's own"}
+        templates = own | named | {None: "none: the model continues your text"}
         used = "" if self._num_tokens is None else f"{self._num_tokens} of "
         tell(
             f"model     {self._info.served_model_name}\n"
-            f"template  {names[0] if template else 'none: the model continues your text'}\n"
+            f"template  {templates.get(self._conversation.template, 'from a file')}\n"
             f"system    {self._conversation.system or 'no system message'}\n"
             f"sampling  {to_json(chat_file.given(self._sampling))[1:-1] or 'the defaults of the model'}\n"
             f"context   {used}{self._info.max_sequence_tokens or self._info.max_model_len} tokens"
@@ -346,8 +346,8 @@ class Chat:
 
     def _save(self, path: Path) -> None:
         if not path.exists() or self._terminal.confirms(f"{path} exists. Replace it?"):
-            conversation = self._conversation
-            chat_file.write(path, SavedChat(conversation.system, tuple(conversation.turns), self._sampling))
+            turns = tuple(self._conversation.turns)
+            chat_file.write(path, SavedChat(self._conversation.system, turns, self._sampling))
             tell(f"saved the conversation in {path}")
 
     def _load(self, path: Path) -> None:

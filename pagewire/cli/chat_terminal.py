@@ -40,7 +40,8 @@ class ChatTerminal:
     """Reads the messages of a chat from standard input. If standard input is not a terminal, lines are read without
     prompts, editing or history.
 
-    Between messages, typed keys are not shown. They wait for the next prompt.
+    Between messages, typed keys are not shown. They wait for the next prompt. Only the main thread may create an
+    instance, because it sets a timer signal.
     """
 
     def __init__(self, history: Path | None, candidates: Callable[[str], Iterable[str]] = lambda line: ()) -> None:
@@ -57,7 +58,11 @@ class ChatTerminal:
         self._settings: list[Any] | None = None
         if self.is_interactive:
             self._settings = termios.tcgetattr(sys.stdin)
+            # Python runs signal handlers only if a signal interrupts its wait, for a key or for the next token. A
+            # SIGTERM or Ctrl-C that arrives before the wait would stay unnoticed until the next key or token; the timer
+            # interrupts the wait again.
             signal.signal(signal.SIGALRM, lambda number, frame: None)
+            signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 if signal.getsignal(number) is signal.SIG_DFL:  # it would end the process with its settings
                     signal.signal(number, lambda number, frame: sys.exit(128 + number))
@@ -66,6 +71,8 @@ class ChatTerminal:
     def close(self) -> None:
         """Restore the terminal's settings."""
         self._show_keys(True)
+        if self.is_interactive:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def read_message(self) -> str:
         """Read the next chat message. A message is one line, several lines joined by a trailing backslash, a
@@ -114,16 +121,11 @@ class ChatTerminal:
         return line
 
     def _ask(self, prompt: str) -> str:
-        """Show `prompt` and return the line that the user types. Only the main thread may call this method, because it
-        sets a timer signal."""
-        # Python's line editing runs signal handlers only if a signal interrupts its wait for a key. A SIGTERM or Ctrl-C
-        # that arrives before the wait would stay unnoticed until the next key; the timer interrupts the wait again.
-        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+        """Show `prompt` and return the line that the user types."""
+        self._show_keys(True)
         try:
-            self._show_keys(True)
             return read_input(lambda: input(prompt))
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
             self._show_keys(False)
 
     def _show_keys(self, are_shown: bool) -> None:
