@@ -1,5 +1,6 @@
 """Terminal input for a chat: line editing, history, and messages of several lines."""
 
+import atexit
 import contextlib
 import os
 import signal
@@ -63,6 +64,7 @@ class ChatTerminal:
             # interrupts the wait again.
             signal.signal(signal.SIGALRM, lambda number, frame: None)
             signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+            atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # SIGALRM ends a process without its handler
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 if signal.getsignal(number) is signal.SIG_DFL:  # it would end the process with its settings
                     signal.signal(number, lambda number, frame: sys.exit(128 + number))
@@ -71,8 +73,6 @@ class ChatTerminal:
     def close(self) -> None:
         """Restore the terminal's settings."""
         self._show_keys(True)
-        if self.is_interactive:
-            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def read_message(self) -> str:
         """Read the next chat message. A message is one line, several lines joined by a trailing backslash, a
