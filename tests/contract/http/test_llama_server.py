@@ -12,19 +12,25 @@ llama.cpp tests its server in tools/server/tests/unit. Its tests of these routes
 | consistent_result_different_batch_size | left out: needs a server with another batch size; see tests/sim |
 | cache_vs_nocache_prompt | skipped by llama.cpp itself |
 | nocache_long_input_prompt | `test_refusals` |
+| json_prompt_no_mtmd, json_prompt_mtm_error_when_not_supported | `test_prompts_that_are_objects` |
 | completion_with_tokens_input | `test_prompts_of_tokens_and_texts` |
 | completion_parallel_slots, cancel_request | `test_slots_of_running_requests` |
+| completion_unified | `test_ends_of_outputs` |
 | completion_response_fields | `test_selected_fields` |
-| n_probs, n_probs_stream, n_probs_post_sampling | `test_probabilities` |
+| n_probs, n_probs_stream | `test_probabilities`, `test_stream_equals_whole` |
+| n_probs_post_sampling and its variant on the backend | `test_probabilities`; refused at other temperatures than 0 |
 | logit_bias | `test_forms_of_logit_bias` |
+| completion_prompt_cache | `test_counts_and_timings` |
 | test_infill.py: without_input_extra, with_input_extra | `test_infill`; text |
 | invalid_input_extra_req | `test_infill` |
 | with_qwen_model | left out: downloads a model |
-| test_basic.py: server_start_simple, server_start_with_host_family, server_models | `test_aliases` |
+| test_basic.py: server_start_simple, server_models | `test_aliases` |
+| server_multiple_addresses | left out: tests an option of llama-server's command line |
 | server_props, server_slots | `test_properties`, `test_slots_of_running_requests`; there is no option `--no-slots` |
 | load_split_model | left out: downloads a model |
-| no_webui, server_model_aliases_and_tags | left out: no web page and no tags |
-| test_template.py: all tests | `test_template_is_applied`; left out: server options that replace the template |
+| no_ui, server_model_aliases_and_tags | left out: no web page and no tags |
+| test_template.py: add_generation_prompt | `test_template_is_applied` |
+| reasoning, date_inside_prompt | left out: need template variables that only llama-server sets, such as `date_string` |
 | test_tokenize.py: all tests | `test_tokenize_with_fields_of_llama_server` |
 """
 
@@ -156,6 +162,17 @@ async def test_prompts_of_tokens_and_texts(server: HttpServer) -> None:
     prompts = [list(request.prompt_token_ids) for _, _, request in begun]
     once = (await complete(server, "/tokenize", content=TEXT))["tokens"]
     assert prompts == [[5, *hello, 6, 7, *once], hello, [5, *hello], [6]]
+
+
+async def test_prompts_that_are_objects(server: HttpServer) -> None:
+    """Clients of multimodal models send each prompt as an object."""
+    plain = await complete(server, prompt=[TEXT, TOKENS], n_predict=4)
+    objects = await complete(server, prompt=[{"prompt_string": TEXT, "multimodal_data": []}, TOKENS], n_predict=4)
+    assert [output["content"] for output in objects] == [output["content"] for output in plain]
+    one = await complete(server, prompt={"prompt_string": TEXT}, n_predict=4)
+    assert one["content"] == plain[0]["content"]
+    with_image = {"prompt_string": TEXT, "multimodal_data": ["MEDIA"]}
+    assert (await server.refusal(PATH, prompt=with_image))["param"] == "prompt"
 
 
 async def test_forms_of_logit_bias(server: HttpServer) -> None:
