@@ -94,6 +94,7 @@ def _plain_prompts(given: Any) -> Any:
 class OtherFile(Struct, forbid_unknown_fields=True, frozen=True):
     filename: str
     text: str
+    time: Annotated[float, why("no effect: the files keep their order")] | None = None
 
 
 class InfillRequest(LlamaCompletionRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):

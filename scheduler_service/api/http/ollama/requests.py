@@ -83,6 +83,7 @@ class OllamaCall(Struct, forbid_unknown_fields=True, frozen=True):
     """A tool call of an earlier answer."""
 
     function: OllamaFunction
+    index: Annotated[int, _INERT] | None = None
     id: str | None = None
     type: Literal["function"] | None = None
 
