@@ -48,10 +48,11 @@ class Norm:
     is_centered: bool = False
     has_bias: bool = False
     adds_one: bool = False  # multiply by 1 + weight, in float32; norms of heads do so too
+    has_weight: bool = True
 
     def __call__(self, name: str, source: str = "x", target: str = "normed") -> Normalize:
         values, adds_one = Share.of(self.size), self.adds_one
-        weight = Vector(f"{name}.weight", values, is_float32=adds_one, adds_one=adds_one)
+        weight = Vector(f"{name}.weight", values, adds_one, adds_one, self.has_weight)
         bias = Vector(f"{name}.bias", values, is_float32=adds_one) if self.has_bias else None
         return Normalize(source, target, weight, self.eps, bias=bias, is_centered=self.is_centered)
 

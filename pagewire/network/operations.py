@@ -70,6 +70,7 @@ class Vector:
     values: Share
     is_float32: bool = False  # in any case, independent of the model's dtype
     adds_one: bool = False  # 1 is added to the stored values
+    is_stored: bool = True  # otherwise the checkpoint has no such tensor, and all values are 1
     # For each value of a head, its index in the checkpoint's head; empty: the same order.
     head_order: tuple[int, ...] = ()
 

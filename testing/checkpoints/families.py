@@ -41,6 +41,8 @@ FAMILIES = (
     "opt",
     "minimax_m2",
     "dots1",
+    "olmo",
+    "falcon",
 )
 
 DECODER = {
@@ -147,6 +149,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2},
         **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1},
     },
+    "olmo": {**PLAIN_HEADS, "clip_qkv": 1.0},
+    "falcon": {"vocab_size": 151, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
     "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mpt": {
         **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},

@@ -148,7 +148,9 @@ def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]
     """List what must be read to fill one weight of the model. Yield (name, pieces): the name of a tensor in the
     checkpoint, and the parts of this tensor that this rank reads, each with the memory to fill."""
     weight, holder = place.weight, place.holder
-    if type(weight) is Vector:
+    if type(weight) is Vector and not weight.is_stored:
+        model.get_parameter(place.name).data.fill_(1)
+    elif type(weight) is Vector:
         yield weight.name, [_piece(model.get_parameter(place.name).data, weight.values)]
     elif type(weight) is Table:
         num_rows = weight.num_skipped + weight.num_rows

@@ -1,8 +1,9 @@
-"""OLMo 2 (OLMo team, 2024, https://arxiv.org/abs/2501.00656) and OLMo 3 (2025, https://arxiv.org/abs/2512.13961).
+"""OLMo (OLMo team, 2024, https://arxiv.org/abs/2402.00838), OLMo 2 (2024, https://arxiv.org/abs/2501.00656) and OLMo 3
+(2025, https://arxiv.org/abs/2512.13961).
 
-They have norms after attention and the MLP instead of before them. One norm covers the queries of all heads, and
-another covers the keys of all heads. In OLMo 3, three layers of four have a sliding window, and rope scaling applies
-only to the fourth.
+OLMo is a Llama whose norms are layer norms without weights. OLMo 2 and 3 have norms after attention and the MLP instead
+of before them. One norm covers the queries of all heads, and another covers the keys of all heads. In OLMo 3, three
+layers of four have a sliding window, and rope scaling applies only to the fourth.
 
 OLMoE (2024, https://arxiv.org/abs/2409.02060) has norms before attention and the MLP, the same norms of queries and
 keys, and experts.
@@ -11,12 +12,27 @@ keys, and experts.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pagewire.network.blocks import add_update
-from pagewire.network.families.family import Family, TextConfig
+from pagewire.network.blocks import add_update, layer
+from pagewire.network.families.family import Family, TextConfig, norms_of
 from pagewire.network.families.positions import FULL, SLIDING, Ropes, read_ropes_by_kind, read_windows
 from pagewire.network.families.reading import JsonObject, attention_biases, flag, num_layers_of, number
 from pagewire.network.network import Network
 from pagewire.network.operations import Operation
+
+
+def _read_olmo(config: JsonObject, architecture: str) -> Network:
+    text = TextConfig.read({**config, "rms_norm_eps": None}, architecture, default_eps=1e-5)
+    norm, mlp, how = text.norm(is_centered=True, has_weight=False), text.mlp(), _attention_of(config)
+
+    def layers(at: int, name: str) -> Iterator[Operation]:
+        yield from layer(norm, norms_of(name), text.attention(at, **how)(f"{name}.self_attn"), mlp(f"{name}.mlp"))
+
+    return text.model(norm, layers)
+
+
+def _attention_of(config: JsonObject) -> dict[str, Any]:
+    limit = 0.0 if config.get("clip_qkv") is None else number(config, "clip_qkv")
+    return {**attention_biases(config), "limit": limit}
 
 
 def _read_olmo2(
@@ -50,14 +66,14 @@ def _read_olmo3(config: JsonObject, architecture: str) -> Network:
 def _read_olmoe(config: JsonObject, architecture: str) -> Network:
     text = TextConfig.read(config, architecture, default_eps=1e-5)
     experts = text.experts(intermediate_key="intermediate_size", renormalizes=flag(config, "norm_topk_prob", False))
-    limit = 0.0 if config.get("clip_qkv") is None else number(config, "clip_qkv")
 
     def mlp(at: int, name: str) -> Iterator[Operation]:
         yield from experts(f"{name}.mlp.gate", f"{name}.mlp.experts.{{expert}}")
 
-    return text.llama(mlp, **attention_biases(config), qk_norm="projection", limit=limit)
+    return text.llama(mlp, **_attention_of(config), qk_norm="projection")
 
 
+OLMO = Family(("OlmoForCausalLM",), _read_olmo)
 OLMO2 = Family(("Olmo2ForCausalLM",), _read_olmo2)
 OLMO3 = Family(("Olmo3ForCausalLM",), _read_olmo3)
 OLMOE = Family(("OlmoeForCausalLM",), _read_olmoe)
