@@ -17,7 +17,7 @@ _Bias = Annotated[float, within(LOGIT_BIAS)] | Literal[False]
 LlamaPrompt = str | Annotated[list[str | TokenId | list[str | TokenId]], Meta(min_length=1)]
 # An object, in which texts of digits are token ids, or pairs of a token id or a text and its bias.
 LlamaBiases = Annotated[
-    dict[str, _Bias] | list[tuple[TokenId | str, _Bias]],
+    dict[Annotated[str, Meta(max_length=256)], _Bias] | list[tuple[TokenId | str, _Bias]],
     why("of token ids, or of all tokens of a text; false: -100"),
 ]
 # Other names of fields: a name of llama-server's own, and names of OpenAI's API, which llama-server accepts too.
