@@ -1,6 +1,7 @@
 """Conversion of a request of Ollama's API into a request for a chat completion or for the completion of a prompt."""
 
 import json
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -114,20 +115,21 @@ def _messages(given: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
     """Convert the messages of a conversation to chat messages, and yield them. Calls without an id get one. A result
     without an id belongs to the first call without a result; if the result names its tool, to the first such call of
     that tool."""
-    waiting: dict[str, str] = {}  # the names of called tools, by the ids of calls without a result
+    # The names of called tools, by the ids of calls without a result: for each tool, and for all tools under "".
+    waiting = defaultdict[str, OrderedDict[str, str]](OrderedDict)
     for index, message in enumerate(given):
         calls = []
         for place, call in enumerate(message.tool_calls or ()):
             call_id, name = call.id or f"call_{index}_{place}", call.function.name
             function = {"name": name, "arguments": json.dumps(call.function.arguments or {}, ensure_ascii=False)}
             calls.append({"id": call_id, "type": "function", "function": function})
-            waiting[call_id] = name
-        role, tool = message.role.lower(), message.tool_name or message.name
+            waiting[""][call_id] = waiting[name][call_id] = name
+        role, tool = message.role.lower(), message.tool_name or message.name or ""
         found: dict[str, Any] = {"role": role, "content": message.content or "", "tool_calls": calls or None}
         found |= {"reasoning_content": message.thinking} if message.thinking else {}
         if role == "tool":
-            ids = (each for each, name in waiting.items() if tool in (None, name))
-            answered = message.tool_call_id or next(ids, None)
-            found |= {"tool_call_id": answered, "name": tool or waiting.get(answered or "")}
-            waiting.pop(answered or "", None)
+            answered = message.tool_call_id or next(iter(waiting[tool]), "")
+            name = waiting[""].pop(answered, "")
+            waiting[name].pop(answered, None)
+            found |= {"tool_call_id": answered or None, "name": tool or name or None}
         yield found
