@@ -1,5 +1,6 @@
 """Error answers: an HTTP status, and JSON with a message and, except in Ollama's API, the name of the invalid field."""
 
+import re
 from typing import Literal
 
 import msgspec
@@ -57,6 +58,7 @@ class HttpRefusal(Exception):
 def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer | OllamaError:
     """Build the JSON object of an error answer. The format depends on `path`, the path of the HTTP call: Ollama's
     format below `/api/`, Anthropic's format for the Messages API, and OpenAI's format otherwise."""
+    path = re.sub("/+", "/", path)  # as the routes read it
     answer = detailed_error(refusal, path)
     return OllamaError(answer.error.message) if path.startswith("/api/") else answer
 

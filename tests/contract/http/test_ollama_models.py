@@ -191,6 +191,9 @@ async def test_paths_that_do_not_exist(server: HttpServer) -> None:
         response = await server.client.request(method, path)
         assert response.status_code == status
         assert path in response.json()["error"]
+    for doubled in ("//api/chat", "///api//show/"):
+        response = await server.client.post(f"{server.url}{doubled}", json={"unknown": 1})
+        assert response.json()["error"].startswith("unknown is not a field"), doubled
 
 
 async def test_keys_are_checked(model: Path, tmp_path: Path) -> None:
