@@ -118,7 +118,9 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
         )
     try:
         try:
-            decoded = _decoder(kind).decode(body)
+            # A type of `lenient` would ignore other names of its fields, which `_normalized` replaces.
+            is_exact = kind.__struct_config__.forbid_unknown_fields
+            decoded = _decoder(kind).decode(body) if is_exact else _decode_normalized(body, kind)
         except msgspec.ValidationError:
             decoded = _decode_normalized(body, kind)
         # Do not keep the unread fields of a large request in memory.

@@ -621,6 +621,9 @@ async def test_fields_that_are_not_known_are_ignored_where_that_is_asked_for(tmp
         block = {"type": "text", "text": "x", "more": 1}
         asked_of_messages = {"messages": [{"role": "user", "content": [block], "other": 2}], "max_tokens": 1}
         assert (await server.post(MESSAGES, **asked_of_messages)).status_code == 200
+        response = await server.post("/completion", prompt=TEXT, max_tokens=2, repeat_penalty=1.5, ignored=1)
+        settings = response.json()["generation_settings"]
+        assert (settings["n_predict"], settings["repeat_penalty"]) == (2, 1.5)
         wrong_item = item | {"content": [{"type": "input_text", "text": 1}]}
         assert (await server.refusal(RESPONSES, input=[wrong_item]))["param"] == "input[0].content[0].text"
         for name, wrong in {"temperature": "hot", "suffix": "x", "response_format": {"type": "json_schema"}}.items():
