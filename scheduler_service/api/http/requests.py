@@ -245,23 +245,28 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     routed_experts_prompt_start: Annotated[int, _INERT] | None = None
 
 
-LOADED = why("no effect: the prompt describes every tool from the start")
+_LOADED = why("no effect: the prompt describes every tool from the start")
 STRICT = why("true: if calls are required, refuse a schema that cannot be enforced completely")
 
 
-class FunctionField(Struct, forbid_unknown_fields=True, frozen=True):
-    """A function that the model may call, with a JSON Schema of its parameters."""
+class NamedTool(Struct, forbid_unknown_fields=True, frozen=True):
+    """The fields that descriptions of single tools share."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
+    defer_loading: Annotated[bool, _LOADED] | None = None
+
+
+class FunctionField(NamedTool, forbid_unknown_fields=True, frozen=True):
+    """A function that the model may call, with a JSON Schema of its parameters."""
+
     parameters: Annotated[dict[str, Any], why("a JSON Schema; default: no parameters")] | None = None
     strict: Annotated[bool, STRICT] | None = None
-    defer_loading: Annotated[bool, LOADED] | None = None
 
 
 class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True):
     function: FunctionField
-    defer_loading: Annotated[bool, LOADED] | None = None
+    defer_loading: Annotated[bool, _LOADED] | None = None
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
 
     @staticmethod

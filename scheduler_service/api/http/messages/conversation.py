@@ -138,7 +138,7 @@ def _tool(index: int, tool: MessagesTool) -> ToolField:
     if tool.input_examples:
         examples = "\n".join(json.dumps(example, ensure_ascii=False) for example in tool.input_examples)
         description = f"{description or ''}\n\nExamples of inputs:\n{examples}".lstrip()
-    return ToolField(FunctionField(tool.name, description, tool.input_schema, tool.strict))
+    return ToolField(FunctionField(tool.name, description, parameters=tool.input_schema, strict=tool.strict))
 
 
 def _choice(choice: Any) -> Any:

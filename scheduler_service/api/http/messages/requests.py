@@ -12,6 +12,7 @@ from scheduler_service.api.http.requests import (
     STRICT,
     Empty,
     EmptyObject,
+    NamedTool,
     QueuedRequest,
     TopK,
     TopP,
@@ -156,18 +157,15 @@ VENDOR_TYPE = "(web_search|web_fetch|code_execution|tool_search_tool_bm25|tool_s
 _OF_VENDOR = why("an option of a tool that runs at Anthropic")
 
 
-class MessagesTool(Struct, forbid_unknown_fields=True, frozen=True):
+class MessagesTool(NamedTool, forbid_unknown_fields=True, frozen=True):
     """A tool that the model may call. `type` decides whether the client or Anthropic's servers run the tool. The server
     ignores a tool that runs on Anthropic's servers."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
     input_schema: Annotated[dict[str, Any], why("a JSON Schema, which is always enforced")] | None = None
-    description: str | None = None
     type: Annotated[str, Meta(pattern=f"^(custom|{VENDOR_TYPE})$")] | None = None
     strict: Annotated[bool, STRICT] | None = None
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
     eager_input_streaming: Annotated[bool, _INERT] | None = None
-    defer_loading: Annotated[bool, why("no effect: the prompt describes every tool from the start")] | None = None
     input_examples: Annotated[list[dict[str, Any]], why("appended to the description")] | None = None
     allowed_callers: Annotated[list[str], why("must include direct; the server runs no code")] | None = None
     # The following are options of tools that run at Anthropic.

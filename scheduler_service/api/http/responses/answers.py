@@ -32,22 +32,22 @@ class MessageOutput(Struct, tag_field="type", tag="message", frozen=True):
     role: Literal["assistant"] = "assistant"
 
 
-class FunctionCallOutput(Struct, tag_field="type", tag="function_call", frozen=True):
+class CallOutput(Struct, frozen=True):
+    """The fields that calls of functions and of custom tools share."""
+
     id: str
     call_id: str
     name: str
+    status: str
+    namespace: str | None
+
+
+class FunctionCallOutput(CallOutput, tag_field="type", tag="function_call", frozen=True):
     arguments: str
-    status: str
-    namespace: str | None = None
 
 
-class CustomCallOutput(Struct, tag_field="type", tag="custom_tool_call", frozen=True):
-    id: str
-    call_id: str
-    name: str
+class CustomCallOutput(CallOutput, tag_field="type", tag="custom_tool_call", frozen=True):
     input: str
-    status: str
-    namespace: str | None = None
 
 
 class ToolSearchOutput(Struct, tag_field="type", tag="tool_search_call", frozen=True):

@@ -66,7 +66,7 @@ def tool_fields(tools: Iterable[Tool], found: Iterable[Tool]) -> list[ToolField]
 
 def _field(name: str, tool: FunctionTool | CustomTool, preface: str) -> ToolField:
     parameters, strict = (_INPUT, None) if isinstance(tool, CustomTool) else (tool.parameters, tool.strict)
-    return ToolField(FunctionField(name, _description(tool, preface), parameters, strict))
+    return ToolField(FunctionField(name, _description(tool, preface), parameters=parameters, strict=strict))
 
 
 def found_tools(conversation: Iterable[InputItem]) -> list[Tool]:

@@ -8,11 +8,11 @@ from pagewire.common.wire.sampling_rules import UINT32
 from scheduler_service.api.http.prompts import FILE_LEFT_OUT
 from scheduler_service.api.http.requests import (
     INERT,
-    LOADED,
     Empty,
     FunctionField,
     JsonObjectFormat,
     NamedSchema,
+    NamedTool,
     SampledRequest,
     StructuredOutputsField,
     TextFormat,
@@ -100,22 +100,22 @@ class Item(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     status: Annotated[str, _INERT] | None = None
 
 
-class FunctionCallItem(Item, tag_field="type", tag="function_call", forbid_unknown_fields=True, frozen=True):
+class CallItem(Item, forbid_unknown_fields=True, frozen=True):
+    """The fields that calls of functions and of custom tools share."""
+
     call_id: str
     name: str
+    namespace: str | None = None
+    is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
+    caller: Annotated[DirectCaller, _INERT] | None = None
+
+
+class FunctionCallItem(CallItem, tag_field="type", tag="function_call", forbid_unknown_fields=True, frozen=True):
     arguments: str = ""
-    namespace: str | None = None
-    is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
-    caller: Annotated[DirectCaller, _INERT] | None = None
 
 
-class CustomCallItem(Item, tag_field="type", tag="custom_tool_call", forbid_unknown_fields=True, frozen=True):
-    call_id: str
-    name: str
+class CustomCallItem(CallItem, tag_field="type", tag="custom_tool_call", forbid_unknown_fields=True, frozen=True):
     input: str = ""
-    namespace: str | None = None
-    is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
-    caller: Annotated[DirectCaller, _INERT] | None = None
 
 
 class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -128,37 +128,40 @@ class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fie
     prompt_cache_breakpoint: Annotated[dict[str, Any], _INERT] | None = None
 
 
-def _result(given: dict[str, Any]) -> dict[str, Any]:
-    """Convert the parts of a tool result to the types of the Responses API. The type of a text becomes `input_text`. A
-    placeholder text replaces each file, because the model reads only text."""
-    match given:
-        case {"output": list() as parts}:
-            parts = [_renamed(part, ("text", "output_text"), "input_text") for part in parts]
-            return {**given, "output": [_FILE if _type(part) == "input_file" else part for part in parts]}
-    return given
+class ResultItem(Item, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The fields that results of functions and of custom tools share."""
+
+    output: str | list[InputText | InputImage] = ""
+    caller: Annotated[DirectCaller, _INERT] | None = None
+
+    @staticmethod
+    def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
+        """Convert the parts of a tool result to the types of the Responses API. The type of a text becomes
+        `input_text`. A placeholder text replaces each file, because the model reads only text."""
+        match given:
+            case {"output": list() as parts}:
+                parts = [_renamed(part, ("text", "output_text"), "input_text") for part in parts]
+                return {**given, "output": [_FILE if _type(part) == "input_file" else part for part in parts]}
+        return given
 
 
-class FunctionResultItem(Item, tag_field="type", tag="function_call_output", forbid_unknown_fields=True, frozen=True):
+class FunctionResultItem(
+    ResultItem, tag_field="type", tag="function_call_output", forbid_unknown_fields=True, frozen=True
+):
     """The result of a function call. A result without a `call_id` is the output of a tool that the client ran by
     itself, without a call by the model."""
 
-    output: str | list[InputText | InputImage] = ""
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    caller: Annotated[DirectCaller, _INERT] | None = None
-
-    normalize_json = staticmethod(_result)
 
 
-class CustomResultItem(Item, tag_field="type", tag="custom_tool_call_output", forbid_unknown_fields=True, frozen=True):
+class CustomResultItem(
+    ResultItem, tag_field="type", tag="custom_tool_call_output", forbid_unknown_fields=True, frozen=True
+):
     call_id: str
-    output: str | list[InputText | InputImage] = ""
     name: Annotated[str, _INERT] | None = None
     namespace: Annotated[str, _INERT] | None = None
-    caller: Annotated[DirectCaller, _INERT] | None = None
-
-    normalize_json = staticmethod(_result)
 
 
 class ReasoningItem(Item, tag_field="type", tag="reasoning", forbid_unknown_fields=True, frozen=True):
@@ -208,14 +211,11 @@ class GrammarFormat(Struct, tag_field="type", tag="grammar", forbid_unknown_fiel
     definition: str
 
 
-class CustomTool(Struct, tag_field="type", tag="custom", forbid_unknown_fields=True, frozen=True, kw_only=True):
+class CustomTool(NamedTool, tag_field="type", tag="custom", forbid_unknown_fields=True, frozen=True, kw_only=True):
     """A tool whose input is one text instead of JSON arguments. The model calls the tool as a function with one
     parameter, `input`."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
-    description: str | None = None
     format: TextFormat | GrammarFormat | None = None
-    defer_loading: Annotated[bool, LOADED] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], why("only the model can call tools, not a program")] | None = (
         None
     )

@@ -143,8 +143,8 @@ class ResponseEvents:
         if tool.is_search:
             return ToolSearchOutput(self._new_id("tsc"), call_id, {}, "in_progress")
         if tool.is_custom:
-            return CustomCallOutput(self._new_id("ctc"), call_id, tool.name, "", "in_progress", tool.namespace)
-        return FunctionCallOutput(self._new_id("fc"), call_id, tool.name, "", "in_progress", tool.namespace)
+            return CustomCallOutput(self._new_id("ctc"), call_id, tool.name, "in_progress", tool.namespace, "")
+        return FunctionCallOutput(self._new_id("fc"), call_id, tool.name, "in_progress", tool.namespace, "")
 
     def _begin_item(self, item: OutputItem) -> Iterator[ResponseEvent]:
         yield from self._close("completed")
