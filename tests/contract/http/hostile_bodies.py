@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct, inspect
 
-from scheduler_service.api.http.ollama.requests import OllamaChatRequest, OllamaMessage, OllamaRequest
+from scheduler_service.api.http.ollama.requests import OllamaChatRequest, OllamaRequest
 from scheduler_service.api.http.openapi import TypedRoute
 from testing.chat_output.spellings import SPELLINGS
 
@@ -197,14 +197,6 @@ ITEMS: dict[str, Make] = {
     ),
 }
 
-_OLLAMA_CALL, _OLLAMA_RESULT = '{"function": {"name": "f"}}', '{"role": "tool", "tool_name": "g"}'
-OLLAMA_MESSAGES: dict[str, Make] = {
-    "calls and results of another tool": lambda size: (
-        f'[{{"role": "assistant", "tool_calls": {listed(_OLLAMA_CALL)(size // 2)}}}, '
-        f"{listed(_OLLAMA_RESULT, '', ']')(size // 2)}"
-    ),
-}
-
 
 def bodies_of(route: TypedRoute) -> Iterator[HostileBody]:
     """Yield the hostile bodies for a POST route."""
@@ -319,9 +311,7 @@ def _shapes(kind: inspect.Type) -> dict[str, Make]:
         case inspect.ListType(item_type=inspect.DictType() | inspect.AnyType()):
             return LISTS | MESSAGES | ITEMS
         case inspect.ListType():
-            own = {"its own": listed(_valid(kind.item_type))}
-            is_ollama = isinstance(kind.item_type, inspect.StructType) and kind.item_type.cls is OllamaMessage
-            return LISTS | own | (OLLAMA_MESSAGES if is_ollama else {})
+            return LISTS | {"its own": listed(_valid(kind.item_type))}
         case inspect.DictType(key_type=inspect.IntType()):
             return OBJECTS | {"tokens": numbered('"#": 1', "{", "}"), "one token": listed('"1": 1', "{", "}")}
         case inspect.DictType() | inspect.AnyType() | inspect.RawType():

@@ -51,7 +51,7 @@ LISTED = {
     *(("tokens", shape) for shape in ("zeros", "its own")),
     *(("prompt", shape) for shape in ("lists", "zeros", "texts")),
     *(("input", shape) for shape in ("lists", "zeros", "items of texts")),
-    *(("messages", shape) for shape in ("messages", "calls", "keys", "calls and results of another tool")),
+    *(("messages", shape) for shape in ("messages", "calls", "keys")),
     *(("", shape) for shape in ("a long key", "a long key and a line", "keys")),
 }
 # The repeated part and the end of a path or a query.

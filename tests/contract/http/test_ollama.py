@@ -3,7 +3,8 @@
 import itertools
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from scheduler_service.api.http.ollama.conversation import chat_of
+from scheduler_service.api.http.ollama.requests import OllamaCall, OllamaChatRequest, OllamaFunction, OllamaMessage
 from scheduler_service.api.http.transport import event_stream
 from testing.seeds import seeded
 from testing.serving.http_server import (
@@ -21,6 +24,7 @@ from testing.serving.http_server import (
     server_of_the_module,
 )
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
+from tests.growth import check_growth
 from tests.thorough import thorough
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -226,6 +230,15 @@ async def test_a_conversation_is_the_chat_that_it_means(server: HttpServer, rend
     assert (messages[3]["tool_call_id"], messages[3]["name"]) == (second["id"], "now")
     assert (messages[4]["tool_call_id"], messages[4]["name"]) == (first["id"], "weather")
     assert (messages[5]["tool_calls"][0]["id"], messages[6]["tool_call_id"]) == ("c", "c")
+
+
+async def test_many_results_of_tools_without_calls_cost_linear_time() -> None:
+    def prepare(size: int) -> Callable[[], object]:
+        calls = [OllamaCall(OllamaFunction("weather"))] * size
+        results = [OllamaMessage("tool", tool_name="now")] * size
+        return partial(chat_of, OllamaChatRequest(messages=[OllamaMessage("assistant", tool_calls=calls), *results]))
+
+    check_growth("calls and results of another tool", prepare, 1000)
 
 
 async def test_an_unfinished_answer_is_continued(server: HttpServer) -> None:
