@@ -157,12 +157,26 @@ def info_with(path: Path, **generation: object) -> ModelInfo:
         ({"do_sample": True, "temperature": 0.6}, {"temperature": 0.6}),
         ({"do_sample": None}, {"temperature": 1.0}),
         ({"top_k": -1}, {"top_k": 0}),
+        ({"top_k": 40.0}, {"top_k": 40}),
         ({"temperature": None, "top_k": None}, {"temperature": 1.0, "top_k": 0}),
     ],
 )
 def test_defaults_of_requests(tmp_path: Path, generation: dict[str, object], expected: dict[str, float]) -> None:
     defaults = info_with(tmp_path, **generation).sampling_defaults
     assert {name: getattr(defaults, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("ids", "expected"), [(-1, ()), ([2, -1, None, 4], (2, 4)), (None, (2,))])
+def test_an_end_token_of_minus_1_or_null_is_none(tmp_path: Path, ids: object, expected: tuple[int, ...]) -> None:
+    write(tmp_path, CONFIG, {"eos_token_id": ids})
+    assert read_model_info(str(tmp_path)).eos_token_ids == expected
+
+
+def test_a_snapshot_of_the_hub_has_the_name_of_its_repository(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / ("c1" * 20)
+    snapshot.mkdir(parents=True)
+    write(snapshot, CONFIG, {})
+    assert read_model_info(str(snapshot)).name == "Qwen3-0.6B"
 
 
 @pytest.mark.parametrize("value", [0, 0.0])
@@ -182,7 +196,8 @@ def test_a_top_p_of_0_keeps_the_most_likely_token_alone(tmp_path: Path, value: f
             {"suppress_tokens": "all"},
             'suppress_tokens is "all", but must be a token id from 0 to 2147483647 or a list of them$',
         ),
-        ({"suppress_tokens": [1, -1]}, "suppress_tokens is .* but must be a token id"),
+        ({"suppress_tokens": [1, -2]}, "suppress_tokens is .* but must be a token id"),
+        ({"top_k": 40.5}, "top_k is 40.5"),
     ],
 )
 def test_invalid_generation_config_values_are_refused(

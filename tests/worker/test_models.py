@@ -278,6 +278,18 @@ def test_the_text_model_of_qwen_vl(load_model, tmp_path, family, text, vision, i
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_weights_in_float64_are_computed_in_float32(load_model, tmp_path, dtype):
+    path, token_ids = make_checkpoint(tmp_path, "llama", seed=11), random_tokens()
+    expected = transformers_logits(path, token_ids)
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: x.to(getattr(torch, dtype)) for name, x in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({**read_config(path), "dtype": dtype}))
+    assert parse_config(read_config(path)).dtype == "float32"
+    actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), token_ids)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_without_architectures_is_known_by_its_model_type(tmp_path, family):
     path = make_checkpoint(tmp_path, family, seed=1)

@@ -110,11 +110,11 @@ def is_whole(value: Any) -> TypeGuard[int]:
 
 
 def token_ids_of(settings: Mapping[str, Any], key: str, file: Path) -> set[int]:
-    """Return the set of token ids in a model's setting, whose value may be one id or a list of ids. Return an empty set
-    if the setting is missing. Raises ValueError for an invalid id.
+    """Return the set of token ids in a model's setting, whose value may be one id or a list of ids. An id that is null
+    or -1 means no token. Return an empty set if the setting is missing. Raises ValueError for an invalid id.
     """
     value = settings.get(key)
-    token_ids = [] if value is None else value if isinstance(value, list) else [value]
+    token_ids = [each for each in (value if isinstance(value, list) else [value]) if each is not None and each != -1]
     if not all(is_whole(token_id) and 0 <= token_id < 2**31 for token_id in token_ids):
         raise unserved(file, key, value, f"a token id from 0 to {2**31 - 1} or a list of them")
     return set(token_ids)

@@ -141,6 +141,7 @@ def read_activation(config: JsonObject, key: str, default: str, choices: tuple[s
 
 def dtype(config: JsonObject) -> str:
     value = config.get("dtype") or config.get("torch_dtype") or "float32"
+    value = "float32" if value == "float64" else value
     if value not in DTYPES:
         raise unserved("dtype", value, f"one of {', '.join(DTYPES)}")
     return value

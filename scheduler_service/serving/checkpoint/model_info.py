@@ -131,7 +131,7 @@ def _read_directory(path: Path, given: ChatTemplate | None) -> tuple[ModelInfo, 
     special_tokens = (settings_of(path, "") if tokenizer is None else tokenizer.settings).texts()
     info = _model_info(
         path,
-        name=path.resolve().name,
+        name=_name_of(path.resolve()),
         config=read_settings(config_path, required=True),
         config_path=config_path,
         generation=read_settings(generation_path),
@@ -144,6 +144,13 @@ def _read_directory(path: Path, given: ChatTemplate | None) -> tuple[ModelInfo, 
         embedding=read_pooling(path),
     )
     return info, tokenizer
+
+
+def _name_of(directory: Path) -> str:
+    """Return the name of a model by its directory. A directory in the cache of Hugging Face's hub has the name of its
+    repository, such as `models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca`."""
+    repository = directory.parents[1].name if directory.parent.name == "snapshots" else ""
+    return repository.rpartition("--")[2] or directory.name
 
 
 def _read_gguf(path: Path, given: ChatTemplate | None) -> tuple[ModelInfo, TokenizerFiles | None]:

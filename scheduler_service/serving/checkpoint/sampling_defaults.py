@@ -86,6 +86,7 @@ def _has_effect(key: str, value: object) -> bool:
 
 def _checked(file: Path, key: str, value: Any) -> Any:
     takes_whole, legal = is_whole(getattr(API_DEFAULTS, key)), RANGES[key]
+    value = int(value) if takes_whole and isinstance(value, float) and value.is_integer() else value
     is_number = is_whole(value) or (isinstance(value, float) and not takes_whole)
     value = _OTHER_SPELLINGS.get(key, {}).get(value, value) if is_number else value
     if not is_number or not legal.holds(value):
