@@ -417,6 +417,22 @@ def test_head_in_the_checkpoint_counts_even_if_config_ties_it(load_model, tmp_pa
     torch.testing.assert_close(actual, transformers_logits(path, random_tokens()), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_an_embedding_that_is_stored_as_the_tied_head(load_model, tmp_path, family):
+    path, token_ids = make_checkpoint(tmp_path, family, seed=11, tie_word_embeddings=True), random_tokens()
+    expected = transformers_logits(path, token_ids)
+    tensors = load_file(path / "model.safetensors")
+    (name,) = (name for name in tensors if "embed_tokens" in name or "wte" in name)
+    tensors["lm_head.weight"] = tensors.pop(name)
+    save_file(tensors, path / "model.safetensors")
+    edit_config(path, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=rf"tensor {name} is missing"):
+        load_model(path, dtype=torch.float32, device=CPU)
+    edit_config(path, tie_word_embeddings=True)
+    actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), token_ids)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+
+
 def test_a_missing_head_suggests_that_it_is_the_embedding(tmp_path):
     path = make_checkpoint(tmp_path, "llama", seed=15, tie_word_embeddings=True)
     edit_config(path, tie_word_embeddings=False)

@@ -83,8 +83,8 @@ def prepare_model(
     network = load_config(path).serving(max_model_len)
     family = BY_ARCHITECTURE[network.architecture]
     checkpoint = DummyTensors() if is_dummy else _open(path, family)
-    listed = _with_checkpoint_names(network.operations, family, checkpoint)
     is_tied = network.tie_word_embeddings
+    listed = _with_checkpoint_names(network.operations, family, checkpoint, is_tied=is_tied)
     if is_tied if is_dummy else _lacks_head(checkpoint, listed, path, is_tied=is_tied):
         listed = tied(listed)
     if isinstance(checkpoint, Checkpoint) and network.quantization is not None:
@@ -107,11 +107,18 @@ def prepare_model(
     )
 
 
-def _with_checkpoint_names(listed: OperationList, family: Family, checkpoint: Tensors) -> OperationList:
+def _with_checkpoint_names(
+    listed: OperationList, family: Family, checkpoint: Tensors, *, is_tied: bool
+) -> OperationList:
     """Adapt the names of the weights in a list of operations to the names that this checkpoint uses. A model family may
     have several naming schemes (renamings). The scheme that matches the most tensors of the checkpoint is chosen."""
     named = (renamed(listed, renaming) for renaming in family.renamings)
-    return max(named, key=lambda each: _num_stored(each, checkpoint))
+    best = max(named, key=lambda each: _num_stored(each, checkpoint))
+    embedding, head = embedding_of(best), head_of(best)
+    if not is_tied or f"{embedding.name}.weight" in checkpoint.names or f"{head.name}.weight" not in checkpoint.names:
+        return best
+    # `safetensors.torch.save_model` stores one tensor of a tied pair, which can be the head.
+    return rewrite(best, {Table: lambda table: replace(table, name=head.name) if table == embedding else table})
 
 
 def _num_stored(listed: OperationList, checkpoint: Tensors) -> int:
