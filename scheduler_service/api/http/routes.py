@@ -42,7 +42,14 @@ from scheduler_service.api.http.embeddings import embed_inputs
 from scheduler_service.api.http.llama_server.completions import complete_for_llama, infill_for_llama
 from scheduler_service.api.http.llama_server.requests import InfillRequest, LlamaCompletionRequest
 from scheduler_service.api.http.llama_server.server_state import ALIASES, LLAMA_REFUSALS, properties, slots
-from scheduler_service.api.http.messages.answers import MessageAnswer, TokenCount, described_model, model_page
+from scheduler_service.api.http.messages.answers import (
+    MessageAnswer,
+    ModelInfoAnswer,
+    ModelPage,
+    TokenCount,
+    described_model,
+    model_page,
+)
 from scheduler_service.api.http.messages.messages import answer_message, count_tokens
 from scheduler_service.api.http.messages.requests import CountTokensRequest, MessagesRequest
 from scheduler_service.api.http.ollama.models import REFUSED_CALLS, list_models
@@ -122,15 +129,15 @@ class Routes:
             Route("/ping", self._health, methods=["GET", "POST"]),
             *(Route(path, _constant(_VERSION, _JSON), methods=["GET"]) for path in ("/version", "/api/version")),
             Route("/", _constant(b"Pagewire is running", "text/plain"), methods=["GET"]),
-            Route("/api/tags", self._ollama_models, methods=["GET"]),
-            Route("/api/ps", self._ollama_models, methods=["GET"]),
-            Route("/props", self._props, methods=["GET"]),
+            Route("/api/tags", self._described(self._ollama_models), methods=["GET"]),
+            Route("/api/ps", self._described(self._ollama_models), methods=["GET"]),
+            Route("/props", self._described(lambda _: properties(self.intake, self._num_slots())), methods=["GET"]),
             Route("/slots", self._slots, methods=["GET"]),
             *(Route(path, _refused(why), methods=methods) for path, (methods, why) in _REFUSED.items()),
-            Route("/tokenizer_info", self._tokenizer_info, methods=["GET"]),
+            Route("/tokenizer_info", self._described(lambda _: described_tokenizer(self.intake)), methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/v1/models", self._described(self._models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._described(self._model), methods=["GET"]),
             Route("/docs", _constant(page(TYPED).encode(), "text/html"), methods=["GET"]),
             Route("/openapi.json", _constant(encode(document(TYPED, self.as_read)), _JSON), methods=["GET"]),
             # Ids may contain slashes, and some clients do not escape them.
@@ -159,29 +166,27 @@ class Routes:
             return Response(encode({"status": "ok"}), media_type=_JSON)
         raise RefusedError(Reason.UNAVAILABLE, availability.refusal() or "no worker is available; try again later")
 
-    async def _tokenizer_info(self, request: Request) -> Response:
-        self.admission.call(request.scope)
-        return Response(described_tokenizer(self.intake), media_type=_JSON)
+    def _described(self, describe: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+        """Return an HTTP handler that answers with the JSON of what `describe` returns for a call."""
+
+        async def answer(request: Request) -> Response:
+            self.admission.call(request.scope)
+            return Response(encode(describe(request)), media_type=_JSON)
+
+        return answer
 
     async def _metrics(self, request: Request) -> Response:
         self.admission.call(request.scope).caller.check_operator("/metrics")
         return Response(self._read_metrics(), media_type="text/plain; version=0.0.4")
 
-    async def _models(self, request: Request) -> Response:
-        self.admission.call(request.scope)
+    def _models(self, request: Request) -> Models | ModelPage:
         cards = [self._card(name) for name in self.admission.model_names()]
-        answer = model_page(cards) if _is_of_anthropic(request.scope) else Models("list", cards)
-        return Response(encode(answer), media_type=_JSON)
+        return model_page(cards) if _is_of_anthropic(request.scope) else Models("list", cards)
 
-    async def _ollama_models(self, request: Request) -> Response:
-        self.admission.call(request.scope)
+    def _ollama_models(self, request: Request) -> dict[str, Any]:
         self.admission.model_name()  # refuse the call while the names are not known
         is_listed = request.url.path.endswith("/tags") or self.intake.engine.availability.is_serving
-        return Response(list_models(self.admission.model_names() if is_listed else (), self.intake), media_type=_JSON)
-
-    async def _props(self, request: Request) -> Response:
-        self.admission.call(request.scope)
-        return Response(encode(properties(self.intake, self._num_slots())), media_type=_JSON)
+        return list_models(self.admission.model_names() if is_listed else (), self.intake)
 
     async def _slots(self, request: Request) -> Response:
         self.admission.call(request.scope).caller.check_operator("/slots")
@@ -190,12 +195,11 @@ class Routes:
             raise RefusedError(Reason.UNAVAILABLE, "no slot is available; try again later")
         return Response(encode(found), media_type=_JSON)
 
-    async def _model(self, request: Request) -> Response:
-        self.admission.call(request.scope)
+    def _model(self, request: Request) -> Model | ModelInfoAnswer:
         name = unquote(request.path_params["name"])
         self.admission.check_model(name)
         card = self._card(name)
-        return Response(encode(described_model(card) if _is_of_anthropic(request.scope) else card), media_type=_JSON)
+        return described_model(card) if _is_of_anthropic(request.scope) else card
 
     def _card(self, name: str) -> Model:
         return Model(
@@ -236,13 +240,12 @@ class _Endpoint:
         self._route = route
         self._routes = routes
         self._kind = routes.as_read(route.request)
-        self._is_named = route.is_named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         admission, turns = self._routes.admission, self._routes.intake.turns
         call, size = admission.call(scope), 0
         tenant = call.caller.tenant("")
-        if self._is_named:
+        if self._route.is_named:
             named = {name: unquote(value) for name, value in scope["path_params"].items()}
             request = decode_query({**QueryParams(scope["query_string"]), **named}, self._kind)
         else:

@@ -61,28 +61,25 @@ async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> 
     assert intake.texts is not None, "the checkpoint has a tokenizer"
     if (highest := max(request.tokens, default=0)) >= intake.model.vocab_size:
         check_token_id(f"tokens[{request.tokens.index(highest)}]", highest, intake.model)
-    tenant = call.caller.tenant("")
-    text = await intake.texts.decode(request.tokens, tenant, skip_special_tokens=False)
+    text = await intake.texts.decode(request.tokens, call.caller.tenant(""), skip_special_tokens=False)
     return encode(DecodedPrompt(text, text))
 
 
-def described_tokenizer(intake: Intake) -> bytes:
-    """Answer a call of `/tokenizer_info`. Return the JSON with the tokenizer's class, special tokens, vocabulary size,
-    maximum sequence length and chat template. The fields have the same names as in vLLM. Raises RefusedError if the
-    checkpoint has no tokenizer."""
+def described_tokenizer(intake: Intake) -> dict[str, Any]:
+    """Answer a call of `/tokenizer_info`. Return the JSON value with the tokenizer's class, special tokens, vocabulary
+    size, maximum sequence length and chat template. The fields have the same names as in vLLM. Raises RefusedError if
+    the checkpoint has no tokenizer."""
     _tokenizer(intake)
     model = intake.model
-    return encode(
-        {
-            "tokenizer_class": model.tokenizer_class,
-            **model.special_tokens,
-            "bos_token_id": model.bos_token_id,
-            "pad_token_id": model.pad_token_id,
-            "vocab_size": model.vocab_size,
-            "model_max_length": longest_sequence(intake),
-            "chat_template": model.chat_template,
-        }
-    )
+    return {
+        "tokenizer_class": model.tokenizer_class,
+        **model.special_tokens,
+        "bos_token_id": model.bos_token_id,
+        "pad_token_id": model.pad_token_id,
+        "vocab_size": model.vocab_size,
+        "model_max_length": longest_sequence(intake),
+        "chat_template": model.chat_template,
+    }
 
 
 async def render(read: DecodedCall, intake: Intake, model_name: str) -> list[Raw]:

@@ -97,7 +97,8 @@ def _options(request: OllamaRequest) -> dict[str, Any]:
     found |= {name: getattr(options, name) for name in SAMPLING_OPTIONS}
     found |= {"seed": None} if options.seed == -1 else {}
     found |= {} if options.repeat_penalty is None else {"repetition_penalty": options.repeat_penalty}
-    found |= {"stream": True, "stream_options": StreamOptions(include_usage=True)} if request.is_streamed else {}
+    if request.stream is not False:  # the default of Ollama
+        found |= {"stream": True, "stream_options": StreamOptions(include_usage=True)}
     if isinstance(request.format, dict):
         found["response_format"] = JsonSchemaFormat(NamedSchema(Raw(msgspec.json.encode(request.format))))
     elif request.format:

@@ -27,9 +27,9 @@ REFUSED_CALLS: Mapping[str, tuple[Sequence[str], str]] = {
 _NEVER = datetime.max.replace(tzinfo=UTC)
 
 
-def list_models(names: Sequence[str], intake: Intake) -> bytes:
-    """Answer a call of `/api/tags` or `/api/ps`. Return the JSON with an entry for each name in `names`. Names without
-    a tag get the tag `latest`."""
+def list_models(names: Sequence[str], intake: Intake) -> dict[str, Any]:
+    """Answer a call of `/api/tags` or `/api/ps`. Return the JSON value with an entry for each name in `names`. Names
+    without a tag get the tag `latest`."""
     path, tagged = intake.model.directory, [name if ":" in name else f"{name}:latest" for name in names]
     same = {
         "size": sum(each.stat().st_size for each in (path, *path.glob("*")) if each.is_file()),
@@ -39,7 +39,7 @@ def list_models(names: Sequence[str], intake: Intake) -> bytes:
         "expires_at": _NEVER,
         "context_length": longest_sequence(intake),
     }
-    return encode({"models": [{"name": name, "model": name, **same} for name in tagged]})
+    return {"models": [{"name": name, "model": name, **same} for name in tagged]}
 
 
 async def show_model(request: OllamaShowRequest, admission: CallAdmission, intake: Intake) -> bytes:

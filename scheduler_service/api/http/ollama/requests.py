@@ -67,11 +67,6 @@ class OllamaRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, fro
     truncate: Annotated[Literal[False], why("a prompt that is too long is refused")] | None = None
     shift: Annotated[Literal[False], why("outputs end at the maximum sequence length")] | None = None
 
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the answer is a stream of JSON objects. This is the default."""
-        return self.stream is not False
-
 
 class OllamaFunction(Struct, forbid_unknown_fields=True, frozen=True):
     name: str
