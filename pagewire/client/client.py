@@ -200,8 +200,7 @@ class AsyncClient:
         concurrently, limited by the server's queue. If a request fails, the others are aborted, and the error names the
         position of the failed prompt.
         """
-        requests = _requests(prompt, sampling, prompt_token_ids, options)
-        return await self._complete(requests, self._attempts(options))
+        return await self._complete(_requests(prompt, sampling, prompt_token_ids, options), self._attempts(options))
 
     @overload
     async def embed(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
@@ -338,8 +337,7 @@ class AsyncClient:
         attempts = Attempts(self._retry_s, timeout)
         texts: list[str] = []
         for part in _parts(prompts, MAX_DETOKENIZED_TOKENS):
-            request = wire.encode_detokenize(part, skip_special_tokens)
-            texts += (await self._call("Detokenize", request, attempts)).texts
+            texts += (await self._call("Detokenize", wire.encode_detokenize(part, skip_special_tokens), attempts)).texts
         return texts[0] if is_one else texts
 
     async def submit(

@@ -121,8 +121,7 @@ class PromptEmbedding:
         """
         (output,) = completion.outputs
         if not output.embedding:
-            message = "the request was aborted before its embedding was computed"
-            raise Cancelled(message, code=grpc.StatusCode.CANCELLED)
+            raise Cancelled("the request was aborted before its embedding was computed", code=grpc.StatusCode.CANCELLED)
         return cls(completion.request_id, output.embedding, completion.usage)
 
 

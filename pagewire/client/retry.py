@@ -65,6 +65,5 @@ class Attempts:
         DeadlineExceeded if no time remains."""
         timeout_s = self.timeout_s
         if timeout_s == 0:
-            code = grpc.StatusCode.DEADLINE_EXCEEDED
-            raise DeadlineExceeded(f"{_TIMEOUT_PASSED}{failure}", code=code) from failure
+            raise DeadlineExceeded(f"{_TIMEOUT_PASSED}{failure}", code=grpc.StatusCode.DEADLINE_EXCEEDED) from failure
         return delay_s if timeout_s is None else min(delay_s, timeout_s)

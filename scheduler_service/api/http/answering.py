@@ -302,8 +302,7 @@ async def _stream_answer(
     else:
         await all_of(_stream_prompt(progress, writer, stream, options) for progress in begun)
     if options.include_usage:
-        usage = _usage(begun, writer)
-        await stream.send_event(encode(writer.answer([], usage, None, is_whole=False)))
+        await stream.send_event(encode(writer.answer([], _usage(begun, writer), None, is_whole=False)))
     await stream.end()
 
 

@@ -54,8 +54,7 @@ async def submit_detached(
         )
     [parsed] = asked.requests
     with asked.names.translate_refusals():
-        message = await encoded_request(parsed, intake)
-        submitted = await answer_of(forward("Submit", message, call))
+        submitted = await answer_of(forward("Submit", await encoded_request(parsed, intake), call))
     return encode(DetachedAnswer(submitted.request_id, "running"))
 
 

@@ -102,8 +102,7 @@ def error_response(refusal: RefusedError | HttpRefusal, path: str) -> Response:
             headers["retry-after"] = str(refusal.reason.retry_delay_s)
         if refusal.reason is Reason.UNAUTHENTICATED:
             headers["www-authenticate"] = "Bearer"
-    body = msgspec.json.encode(error_answer(refusal, path))
-    return Response(body, status, headers, media_type="application/json")
+    return Response(msgspec.json.encode(error_answer(refusal, path)), status, headers, media_type="application/json")
 
 
 def _type(status: int) -> str:

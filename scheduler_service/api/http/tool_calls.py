@@ -245,8 +245,7 @@ def _begun(index: int, name: str) -> ToolCall:
 
 
 def _with_arguments(call: ToolCall, pieces: Iterable[str]) -> ToolCall:
-    function = CalledFunction("".join(pieces), call.function.name)
-    return ToolCall(function, call.index, call.id, call.type)
+    return ToolCall(CalledFunction("".join(pieces), call.function.name), call.index, call.id, call.type)
 
 
 def object_of(arguments: str) -> dict[str, Any]:

@@ -240,8 +240,7 @@ class StoredResponses:
             return record.response
         [output] = result.outputs
         if result.state == scheduler_pb2.RESULT_STATE_RUNNING:
-            status = "in_progress" if output.token_ids else "queued"
-            return msgspec.structs.replace(record.response, status=status)
+            return msgspec.structs.replace(record.response, status="in_progress" if output.token_ids else "queued")
         event_writer = self._event_writer(record)
         events = await event_writer.events_for(decode_delta(output))
         if result.state == scheduler_pb2.RESULT_STATE_FAILED:
@@ -265,8 +264,7 @@ class StoredResponses:
         await stream.end()
 
     def _attach(self, record: ResponseRecord) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
-        request_id = record.response.id.removeprefix(ID_PREFIX)
-        message = scheduler_pb2.AttachRequest(request_id=request_id, tenant=self.tenant)
+        message = scheduler_pb2.AttachRequest(request_id=record.response.id.removeprefix(ID_PREFIX), tenant=self.tenant)
         return self._forward("Attach", message, self._call)
 
     def event_writer(
