@@ -13,11 +13,12 @@ from pagewire.common.wire.sampling_rules import FILTERS_OFF, LOGIT_BIAS, RANGES,
 from scheduler_service.api.http.requests import INT64, SampledRequest, TokenId, why, within
 
 _Bias = Annotated[float, within(LOGIT_BIAS)] | Literal[False]
+_BiasText = Annotated[str, Meta(max_length=256)]
 # A text, token ids, or both in a list. A list without token ids at the top contains several prompts.
 LlamaPrompt = str | Annotated[list[str | TokenId | list[str | TokenId]], Meta(min_length=1)]
 # An object, in which texts of digits are token ids, or pairs of a token id or a text and its bias.
 LlamaBiases = Annotated[
-    dict[Annotated[str, Meta(max_length=256)], _Bias] | list[tuple[TokenId | str, _Bias]],
+    dict[_BiasText, _Bias] | list[tuple[TokenId | _BiasText, _Bias]],
     why("of token ids, or of all tokens of a text; false: -100"),
 ]
 # Other names of fields: a name of llama-server's own, and names of OpenAI's API, which llama-server accepts too.
