@@ -47,9 +47,10 @@ ORIGINS = Limit(
     "* or SCHEME://HOST:PORT, several separated by commas, * for any text in them",
     lambda value: bool(_ORIGINS.fullmatch(value)),
 )
+_HOST = re.compile(r"[\w.*-]+|[\w.*]*(:[\w.*]*){2,}|\[[\w.*:]+\]")  # also an IPv6 address
 HOSTS = Limit(
     "a host name without port, several separated by commas, * for any text",
-    lambda value: bool(re.fullmatch(r"\s*[\w.*:\[\]-]+\s*(,\s*[\w.*:\[\]-]+\s*)*", value)) and "://" not in value,
+    lambda value: all(_HOST.fullmatch(each.strip()) for each in value.split(",")),
 )
 
 

@@ -37,4 +37,4 @@ class HostNames:
         name = (name if port.isdigit() else named).strip("[]").lower()
         if not self._names or any(fnmatchcase(name, each) for each in self._names):
             return ""
-        return f"the host {named[:80]!r} is not this machine; use 127.0.0.1 or localhost{self._remedy}"
+        return f"the host {name[:80]!r} is not this machine; use 127.0.0.1 or localhost{self._remedy}"
