@@ -45,7 +45,7 @@ class Origins:
         patterns = [
             re.escape(each).replace(r":\*", ":[0-9]+").replace(r"\*", "[^/]*") for each in (*_LOCAL_ORIGINS, *allowed)
         ]
-        self.pattern = re.compile(".*" if "*" in allowed else "|".join(patterns))
+        self.pattern = re.compile(".*" if "*" in allowed else f"(?i){'|'.join(patterns)}")  # (?i): ignores case
         self.flag = flag
 
 
