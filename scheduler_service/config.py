@@ -26,42 +26,61 @@ from scheduler_service.core.scheduler_options import SchedulerOptions
 
 # Options that the scheduler and front ends share.
 _HTTP_PROXY = "through the HTTP proxy in the environment variable http_proxy, which is ignored otherwise"
-_API_KEY = (
-    None,
-    "API key that all calls must present, except for health and version; several separated by commas. Prefer the "
-    "variable: other users of the machine can read flags",
-    KEYS,
-)
-_CHAT_TEMPLATE = (
-    None,
-    "Jinja file, or the text of a Jinja template, that replaces the model's chat templates",
-)
-_METRICS_HOST = ("127.0.0.1", "address to serve /metrics on")
-_METRICS_PORT = (
-    None,
-    "HTTP port of /metrics; 0 turns it off (default: 9090, or a free one, which is logged, if 9090 is taken)",
-    PORT,
-)
 HTTP_PORT = 8000  # unless one is named
-_PROMPT_BYTES = (1_048_576, "maximum size of one prompt's text, in bytes", between(1, MAX_MESSAGE_BYTES))
-_WAITING_TEXT_BYTES = (
-    67_108_864,
-    "maximum size of all prompts that wait to be tokenized, in bytes; a tenant may use a quarter of it, or one prompt",
-    at_least(1),
-)
 
 
 @dataclass(frozen=True)
-class SchedulerConfig:
-    core: SchedulerOptions = field(default_factory=SchedulerOptions)
+class ApiOptions:
+    """The options of every process that serves the APIs: of the scheduler and of front ends."""
+
     model: str = option("", "checkpoint directory, GGUF file, or id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
-    chat_template: str | None = option(*_CHAT_TEMPLATE)
+    chat_template: str | None = option(
+        None, "Jinja file, or the text of a Jinja template, that replaces the model's chat templates"
+    )
+    host: str = option("127.0.0.1", "address to listen on")
+    drain_timeout: float = option(30.0, "how long running requests get to finish at shutdown, in seconds", at_least(0))
+    max_prompt_bytes: int = option(
+        1_048_576, "maximum size of one prompt's text, in bytes", between(1, MAX_MESSAGE_BYTES)
+    )
+    max_waiting_text_bytes: int = option(
+        67_108_864,
+        "maximum size of all prompts that wait to be tokenized, in bytes; a tenant may use a quarter of it, or one "
+        "prompt",
+        at_least(1),
+    )
+    metrics_host: str = option("127.0.0.1", "address to serve /metrics on")
+    metrics_port: int | None = option(
+        None,
+        "HTTP port of /metrics; 0 turns it off (default: 9090, or a free one, which is logged, if 9090 is taken)",
+        PORT,
+    )
+    tls_cert: str | None = option(
+        None, "PEM file with the server's certificate chain; turns TLS on", needs=("tls_key",)
+    )
+    tls_key: str | None = option(None, "PEM file with the server's private key", needs=("tls_cert",))
+    tls_client_ca: str | None = option(
+        None,
+        "PEM file of the authority that signs clients' certificates; turns mutual TLS on",
+        needs=("tls_cert",),
+    )
+    api_key: str | None = option(
+        None,
+        "API key that all calls must present, except for health and version; several separated by commas. Prefer the "
+        "variable: other users of the machine can read flags",
+        KEYS,
+        is_secret=True,
+    )
+    health_host: str = option("127.0.0.1", "address that --health-port listens on")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(ApiOptions):
+    core: SchedulerOptions = field(default_factory=SchedulerOptions)
     worker: str = option(
         "127.0.0.1:50061",
         "address of the worker, HOST:PORT, or unix:PATH of its --socket; for several ranks, all their addresses in "
         "order, separated by commas",
     )
-    host: str = option("127.0.0.1", "address to listen on")
     port: int = option(50051, "port to listen on; 0 picks a free one", PORT)
     socket: str | None = option(
         None,
@@ -81,9 +100,6 @@ class SchedulerConfig:
         "another server (default: --worker-timeout)",
         at_least(0),
     )
-    drain_timeout: float = option(30.0, "how long running requests get to finish at shutdown, in seconds", at_least(0))
-    max_prompt_bytes: int = option(*_PROMPT_BYTES)
-    max_waiting_text_bytes: int = option(*_WAITING_TEXT_BYTES)
     detached_retention: float = option(
         600.0,
         "how long the result of a detached request, or a response, is kept after it ends, in seconds",
@@ -112,24 +128,11 @@ class SchedulerConfig:
     otlp_traces_endpoint: str | None = option(
         None, "where to send traces: http://HOST:PORT of a collector, OTLP over gRPC; needs the extra `tracing`", URL
     )
-    metrics_host: str = option(*_METRICS_HOST)
-    metrics_port: int | None = option(*_METRICS_PORT)
-    tls_cert: str | None = option(
-        None, "PEM file with the server's certificate chain; turns TLS on", needs=("tls_key",)
-    )
-    tls_key: str | None = option(None, "PEM file with the server's private key", needs=("tls_cert",))
-    tls_client_ca: str | None = option(
-        None,
-        "PEM file of the authority that signs clients' certificates; turns mutual TLS on",
-        needs=("tls_cert",),
-    )
     tenants: str | None = option(
         None,
         "YAML file of tenants with their API keys, certificates and quotas; without it, and without "
         "--api-key, anyone is admitted",
     )
-    api_key: str | None = option(*_API_KEY, is_secret=True)
-    health_host: str = option("127.0.0.1", "address that --health-port listens on")
     health_port: int = option(
         0, "plaintext port for health probes that cannot use TLS; 0 turns it off (--port answers probes too)", PORT
     )
@@ -225,24 +228,11 @@ class HttpOptions:
 
 
 @dataclass(frozen=True)
-class FrontEndConfig:
+class FrontEndConfig(ApiOptions):
     scheduler: str = option("127.0.0.1:50051", "address of the scheduler, HOST:PORT, or unix:PATH of its --socket")
     model: str = option("", "the scheduler's model: its checkpoint directory, GGUF file, or Hugging Face id")
-    chat_template: str | None = option(*_CHAT_TEMPLATE)
-    host: str = option("127.0.0.1", "address to listen on")
     port: int = option(50052, "port to listen on; 0 picks a free one", PORT)
     http: HttpOptions = field(default_factory=HttpOptions)
-    drain_timeout: float = option(30.0, "how long running requests get to finish at shutdown, in seconds", at_least(0))
-    tls_cert: str | None = option(
-        None, "PEM file with the server's certificate chain; turns TLS on", needs=("tls_key",)
-    )
-    tls_key: str | None = option(None, "PEM file with the server's private key", needs=("tls_cert",))
-    tls_client_ca: str | None = option(
-        None,
-        "PEM file of the authority that signs clients' certificates; turns mutual TLS on",
-        needs=("tls_cert",),
-    )
-    health_host: str = option("127.0.0.1", "address that --health-port listens on")
     health_port: int = option(
         0, "port of a plaintext health service, for probes without certificates; 0 is off (--port answers too)", PORT
     )
@@ -250,7 +240,6 @@ class FrontEndConfig:
         None,
         "the scheduler's YAML file of tenants; the front end then acts as an operator towards the scheduler",
     )
-    api_key: str | None = option(*_API_KEY, is_secret=True)
     scheduler_api_key_file: str | None = option(
         None,
         "file with this front end's API key for the scheduler, which must be an operator's key (default: "
@@ -271,10 +260,6 @@ class FrontEndConfig:
         None, "name in the scheduler's certificate, if it differs from its host", needs=("scheduler_tls_ca",)
     )
     scheduler_http_proxy: bool = option(False, f"reach the scheduler {_HTTP_PROXY}")
-    max_prompt_bytes: int = option(*_PROMPT_BYTES)
-    max_waiting_text_bytes: int = option(*_WAITING_TEXT_BYTES)
-    metrics_host: str = option(*_METRICS_HOST)
-    metrics_port: int | None = option(*_METRICS_PORT)
 
     def validate(self) -> None:
         """Raise ValueError for an invalid option or combination of options. The message names the command line flag."""
