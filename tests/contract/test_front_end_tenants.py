@@ -90,7 +90,7 @@ async def test_a_tenant_that_only_the_front_end_knows_is_refused(
     newer.write_text(text.replace("acme:", "other:"))
     async with serve_tenants(checkpoint, tmp_path, newer, tenants) as (_, front):
         with pytest.raises(
-            grpc.aio.AioRpcError, match="'acme' is not known to the scheduler; the front end's tenants"
+            grpc.aio.AioRpcError, match="'acme' is not known to the scheduler; the front end's --tenants"
         ) as error:
             await generate(front, as_tenant(""), "acme")
         assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED

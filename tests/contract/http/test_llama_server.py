@@ -186,7 +186,16 @@ async def test_forms_of_logit_bias(server: HttpServer) -> None:
     ):
         settings = (await complete(server, prompt=TEXT, n_predict=1, logit_bias=given))["generation_settings"]
         assert {entry["token"]: entry["bias"] for entry in settings["logit_bias"]} == expected
-    for wrong in ([[5, True]], [[5]], [[5, 101]], [[1000, 1]], {"5": "x"}, {"9" * 256: 1}, {"9" * 5000: 1}, [["a" * 257, 1]]):
+    for wrong in (
+        [[5, True]],
+        [[5]],
+        [[5, 101]],
+        [[1000, 1]],
+        {"5": "x"},
+        {"9" * 256: 1},
+        {"9" * 5000: 1},
+        [["a" * 257, 1]],
+    ):
         assert (await server.refusal(PATH, prompt=TEXT, logit_bias=wrong))["param"].startswith("logit_bias")
 
 

@@ -59,6 +59,17 @@ def _gpt_neox(options: Mapping[str, Any], _: str | None) -> Parts:
     return {**_gpt2(options, None), "normalizer": _NFC}
 
 
+def _cohere(options: Mapping[str, Any], _: str | None) -> Parts:
+    of_bytes = {**_BYTES, "add_prefix_space": _has_prefix(options)}
+    digits = {"type": "Digits", "individual_digits": True}
+    return {
+        "normalizer": _NFC,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, of_bytes]},
+        "decoder": of_bytes,
+        "model": _bpe(continuing_subword_prefix="", end_of_word_suffix=""),
+    }
+
+
 def _qwen(name: str) -> Callable[[Mapping[str, Any], str | None], Parts]:
     def parts(options: Mapping[str, Any], _: str | None) -> Parts:
         pre = PRE_TOKENIZERS[name].to_json()
@@ -113,6 +124,8 @@ _FILL_IN = {
     "fill_token": "<FILL_ME>",
 }
 _GEMMAS = {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")}
+_COHERES = {f"{name.lower()}_token": f"<{name}>" for name in ("UNK", "PAD", "CLS", "SEP")}
+_COHERES |= {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "mask_token": "<MASK_TOKEN>"}
 _CLASSES = (
     TokenizerClass("GPT2Tokenizer", _gpt2, _ENDS),
     TokenizerClass("CodeGenTokenizer", _gpt2, _ENDS),
@@ -122,23 +135,27 @@ _CLASSES = (
     TokenizerClass("LlamaTokenizer", _llama, _MARKS),
     TokenizerClass("CodeLlamaTokenizer", _code_llama, {**_MARKS, **_FILL_IN}, extra=tuple(_FILL_IN), adds_bos=True),
     TokenizerClass("GemmaTokenizer", _gemma, _GEMMAS),
+    TokenizerClass("CohereTokenizer", _cohere, _COHERES),
 )
 _BY_NAME = {found.name: found for found in _CLASSES}
 # Classes by model type. For the types with PLAIN, the class that the files name is ignored.
 _OF_MODEL_TYPE = {
-    **dict.fromkeys(("gpt2", "starcoder2"), "GPT2Tokenizer"),
-    **dict.fromkeys(("gpt_neox", "mpt", "olmoe"), "GPTNeoXTokenizer"),
+    **dict.fromkeys(("gpt2", "starcoder2", "opt"), "GPT2Tokenizer"),
+    **dict.fromkeys(("gpt_neox", "mpt", "olmo", "olmoe"), "GPTNeoXTokenizer"),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
-    **dict.fromkeys(("mistral", "mistral3", "ministral3", "mixtral", "phi3"), PLAIN.name),
-    **dict.fromkeys(("glm", "glm4", "glm4_moe", "granite", "olmo2", "olmo3"), PLAIN.name),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+    **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
+    **dict.fromkeys(("mistral", "mistral3", "ministral3", "mixtral", "phi3", "minimax_m2"), PLAIN.name),
+    **dict.fromkeys(("glm", "glm4", "glm4_moe", "granite", "granitemoehybrid", "olmo2", "olmo3"), PLAIN.name),
+    **dict.fromkeys(("ernie4_5", "stablelm"), PLAIN.name),
 }
 _OVERRULED = "qwen2"  # the model type whose class overrides the class that the files name
 _BYTE_LEVEL = '"ByteLevel"'
 # Classes of transformers that change the tokenizer in ways that are not supported here.
 _UNSUPPORTED = """
 Albert Bart Barthez Bartpho Bert BertGeneration BertJapanese Bertweet BigBird BioGpt Blenderbot BlenderbotSmall
-ByT5 CLIP CTRL Camembert Canine Clvp Cohere Cpm CpmAnt DPRContextEncoder DPRQuestionEncoder DPRReader Deberta
+ByT5 CLIP CTRL Camembert Canine Clvp Cpm CpmAnt DPRContextEncoder DPRQuestionEncoder DPRReader Deberta
 DebertaV2 Dia DistilBert Esm Esmc FSMT FastSpeech2Conformer Flaubert Funnel GPTNeoXJapanese GPTSw3 Herbert LED
 Lasr LayoutLMv2 LayoutLMv3 LayoutXLM Luke Lxmert M2M100 MBart MBart50 MLuke MPNet Marian MarkupLM Mgpstr
 MobileBert Mvp MyT5 Nllb Nougat OpenAIGPT PLBart Pegasus Perceiver Phobert Pop2Piano ProphetNet Rag Reformer
