@@ -273,7 +273,7 @@ async def test_refusals(server: HttpServer) -> None:
     }.items():
         error = await server.refusal(PATH, **{"prompt": TEXT} | asked)
         assert error["param"].partition("[")[0] == field
-    for prompt in ([], [[]], "", ["x", []]):
+    for prompt in ([], [[]], "", ["x", []], [["x"], 5, "x"], [5, [6]], [5, []]):
         assert (await server.refusal(PATH, prompt=prompt))["param"].startswith("prompt")
     many = [part for token_id in range(1000) for part in (token_id % 9, "x")]
     assert (await server.refusal(PATH, prompt=many))["param"] == "prompt"

@@ -267,7 +267,11 @@ def _prompts_of(request: LlamaCompletionRequest) -> list[_PromptPieces]:
     """Split the prompts of a request into their parts, which are texts and lists of consecutive token ids. Raises
     RefusedError if the prompts and the logit biases have too many parts."""
     given: Any = request.prompt
-    prompts = [given] if isinstance(given, str) or any(isinstance(each, int) for each in given) else given
+    is_mixed = not isinstance(given, str) and any(isinstance(each, int) for each in given)
+    if is_mixed and (lists := [place for place, each in enumerate(given) if isinstance(each, list)]):
+        place = f"prompt[{lists[0]}]"
+        raise invalid(place, f"{place} is a list among token ids; send one list of texts and ids for each prompt")
+    prompts = [given] if isinstance(given, str) or is_mixed else given
     separated = [
         [
             part
