@@ -66,14 +66,19 @@ class CompletionChoice(Struct, frozen=True):
     prompt_logprobs: PromptLogprobsField | UnsetType | None = UNSET
 
 
-class CompletionAnswer(Struct, frozen=True):
-    """The answer of `/v1/completions`, or one event of a streamed answer."""
+class GeneratedAnswer(Struct, frozen=True):
+    """The fields with which the answers of both completion endpoints begin."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
     system_fingerprint: str
+
+
+class CompletionAnswer(GeneratedAnswer, frozen=True):
+    """The answer of `/v1/completions`, or one event of a streamed answer."""
+
+    object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: UsageCounts | UnsetType | None = UNSET
 
@@ -134,14 +139,10 @@ class ChatChoice(Struct, frozen=True):
     token_ids: list[int] | UnsetType | None = UNSET
 
 
-class ChatAnswer(Struct, frozen=True):
+class ChatAnswer(GeneratedAnswer, frozen=True):
     """The answer of `/v1/chat/completions`, or one event of a streamed answer."""
 
-    id: str
     object: Literal["chat.completion", "chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageCounts | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET

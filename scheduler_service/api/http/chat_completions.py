@@ -67,9 +67,7 @@ class ChatWriter:
         """Create the writer for the answer to one chat request. `head` contains the answer's id and the model's name.
         `make_parser` returns a new output parser, and is called once for each of the `n` samples."""
         self._request = request
-        self._id, self._model = head
-        self._created = now()
-        self._fingerprint = fingerprint(intake)
+        self._head = head[0], now(), head[1], fingerprint(intake)
         last = request.messages[-1]
         goes_on = request.continue_final_message or request.add_generation_prompt is False
         self._role = str(last["role"]) if goes_on else _ROLE
@@ -134,11 +132,8 @@ class ChatWriter:
         if progress is not None and request.prompt_logprobs is not None and is_whole:
             logprobs = self._texts.prompt_logprobs(progress.logprobs)
         return ChatAnswer(
-            self._id,
+            *self._head,
             "chat.completion" if is_whole else "chat.completion.chunk",
-            self._created,
-            self._model,
-            self._fingerprint,
             choices,
             usage,
             token_ids,

@@ -49,9 +49,7 @@ class CompletionWriter:
         """Create the writer for the answer to one completion request. `head` contains the answer's id and the model's
         name. `echoed` contains the text of each prompt if the request sets `echo`; otherwise it is empty."""
         self._request = request
-        self._id, self._model = head
-        self._created = now()
-        self._fingerprint = fingerprint(intake)
+        self._head = head[0], now(), head[1], fingerprint(intake)
         self._echoed = echoed
         self._texts = TokenTexts(intake.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
         self._tokens: dict[int, CompletionTokens] = {}  # by the index of the choice
@@ -97,9 +95,7 @@ class CompletionWriter:
         *,
         is_whole: bool,
     ) -> CompletionAnswer:
-        return CompletionAnswer(
-            self._id, "text_completion", self._created, self._model, self._fingerprint, choices, usage
-        )
+        return CompletionAnswer(*self._head, "text_completion", choices, usage)
 
     def _logprobs(self, index: int, delta: Delta, echoed: PromptProgress | None) -> CompletionLogprobs | None:
         """Return the log-probabilities of the tokens in a delta (a piece of new output), or None if the request does
