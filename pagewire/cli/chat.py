@@ -192,8 +192,7 @@ def _talk(client: Client, parsed: argparse.Namespace, prompt: str | None, server
             Chat(client, conversation, sampling, info, terminal, with_statistics=parsed.stats, server=server).run()
         return
     printer = request.SamplePrinter(1, sys.stdout)
-    session = Session(will_return=False)
-    completion = request.stream(client, conversation.ask(prompt), sampling, printer, session=session)
+    completion = request.stream(client, conversation.ask(prompt), sampling, printer, session=Session(will_return=False))
     if parsed.stats:
         tell(request.statistics(completion))
 
@@ -346,8 +345,7 @@ class Chat:
 
     def _save(self, path: Path) -> None:
         if not path.exists() or self._terminal.confirms(f"{path} exists. Replace it?"):
-            turns = tuple(self._conversation.turns)
-            chat_file.write(path, SavedChat(self._conversation.system, turns, self._sampling))
+            chat_file.write(path, SavedChat(self._conversation.system, tuple(self._conversation.turns), self._sampling))
             tell(f"saved the conversation in {path}")
 
     def _load(self, path: Path) -> None:

@@ -44,8 +44,13 @@ def default_url() -> str:
 def client(parser: Parser, arguments: argparse.Namespace, kind: type[AnyClient]) -> AnyClient:
     """Return a client for the server that the parsed command line flags select. End the command with an error if the
     flags are invalid."""
-    tls = {"tls_ca": arguments.tls_ca, "tls_cert": arguments.tls_cert, "tls_key": arguments.tls_key}
     try:
-        return kind(arguments.url, **tls, api_key=os.environ.get(API_KEY_VARIABLE) or None)
+        return kind(
+            arguments.url,
+            tls_ca=arguments.tls_ca,
+            tls_cert=arguments.tls_cert,
+            tls_key=arguments.tls_key,
+            api_key=os.environ.get(API_KEY_VARIABLE) or None,
+        )
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -33,7 +33,7 @@ from scheduler_service.serving.active_request import RequestEngine
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.intake import Intake
-from scheduler_service.serving.prompt_text import ANY_NUMBER, TextLimits
+from scheduler_service.serving.prompt_text import ANY_NUMBER, PromptTexts, TextLimits
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -129,9 +129,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.TokenizeResponse:
         """Return the token ids of each text in the request."""
-        texts = self.intake.texts
-        if texts is None:
-            raise _no_tokenizer("texts")
+        texts = _texts_of(self.intake, "texts")
         tenant = self._authenticator.call(context).caller.tenant("")
         add_special_tokens = value_or(request, "add_special_tokens", True)
         response = scheduler_pb2.TokenizeResponse()
@@ -149,9 +147,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.DetokenizeResponse:
         """Return the text of each list of token ids in the request."""
-        texts = self.intake.texts
-        if texts is None:
-            raise _no_tokenizer("prompts")
+        texts = _texts_of(self.intake, "prompts")
         tenant = self._authenticator.call(context).caller.tenant("")
         skip_special_tokens = value_or(request, "skip_special_tokens", True)
         response = scheduler_pb2.DetokenizeResponse()
@@ -246,5 +242,7 @@ async def answer_of(messages: AsyncGenerator[Any, None]) -> Any:
     return answer
 
 
-def _no_tokenizer(field: str) -> RefusedError:
-    return invalid(field, "the served checkpoint has no tokenizer; send prompts as token ids")
+def _texts_of(intake: Intake, field: str) -> PromptTexts:
+    if intake.texts is None:
+        raise invalid(field, "the served checkpoint has no tokenizer; send prompts as token ids")
+    return intake.texts

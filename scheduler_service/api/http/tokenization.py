@@ -15,7 +15,7 @@ from scheduler_service.api.http.requests import DetokenizeRequest, TokenizeReque
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import check_token_id
-from scheduler_service.serving.prompt_text import ANY_NUMBER
+from scheduler_service.serving.prompt_text import ANY_NUMBER, PromptTexts
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -29,9 +29,8 @@ async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> byte
     (field,) = given
     text = await render_messages(request, call, intake) if field == "messages" else getattr(request, field)
     special = request.add_special if field == "content" else request.add_special_tokens
-    tokenizer = _tokenizer(intake)
-    assert intake.texts is not None, "the checkpoint has a tokenizer"
-    return await intake.texts.encode_then(
+    tokenizer, texts = _tokenizer(intake)
+    return await texts.encode_then(
         partial(_written, request, tokenizer, longest_sequence(intake)),
         text,
         call.caller.tenant(""),
@@ -57,11 +56,10 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> dict[str, Any]:
 async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> bytes:
     """Answer a call of `/detokenize`. Return the JSON with the text of the given tokens. Raises RefusedError if a token
     id is outside the vocabulary, or if the checkpoint has no tokenizer."""
-    _tokenizer(intake)
-    assert intake.texts is not None, "the checkpoint has a tokenizer"
+    _, texts = _tokenizer(intake)
     if (highest := max(request.tokens, default=0)) >= intake.model.vocab_size:
         check_token_id(f"tokens[{request.tokens.index(highest)}]", highest, intake.model)
-    text = await intake.texts.decode(request.tokens, call.caller.tenant(""), skip_special_tokens=False)
+    text = await texts.decode(request.tokens, call.caller.tenant(""), skip_special_tokens=False)
     return encode(DecodedPrompt(text, text))
 
 
@@ -94,7 +92,7 @@ async def render(read: DecodedCall, intake: Intake, model_name: str) -> list[Raw
     return rendered
 
 
-def _tokenizer(intake: Intake) -> Tokenizer:
-    if intake.tokenizer is None:
+def _tokenizer(intake: Intake) -> tuple[Tokenizer, PromptTexts]:
+    if intake.tokenizer is None or intake.texts is None:
         raise RefusedError(Reason.FAILED_PRECONDITION, "the served checkpoint has no tokenizer; send token ids")
-    return intake.tokenizer
+    return intake.tokenizer, intake.texts
