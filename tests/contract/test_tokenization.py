@@ -28,7 +28,7 @@ async def check(stub: pb_grpc.SchedulerServiceStub, tokenizer: Tokenizer) -> Non
     assert expected == list(TEXTS)
     assert dict((await stub.GetServerInfo(pb.GetServerInfoRequest())).special_tokens) == SPECIAL_TOKENS
     assert await stub.Tokenize(pb.TokenizeRequest()) == pb.TokenizeResponse()
-    with pytest.raises(grpc.aio.AioRpcError, match=rf"has {VOCAB_SIZE}, but token ids must be below") as refused:
+    with pytest.raises(grpc.aio.AioRpcError, match=rf"prompts\[1\].ids\[0\] is the token id {VOCAB_SIZE}") as refused:
         await stub.Detokenize(pb.DetokenizeRequest(prompts=[pb.TokenIds(ids=[1]), pb.TokenIds(ids=[VOCAB_SIZE])]))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 

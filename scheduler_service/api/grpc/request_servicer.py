@@ -33,6 +33,7 @@ from scheduler_service.serving.active_request import RequestEngine
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.parsed_request import check_token_id
 from scheduler_service.serving.prompt_text import ANY_NUMBER, PromptTexts, TextLimits
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
@@ -152,10 +153,8 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         skip_special_tokens = value_or(request, "skip_special_tokens", True)
         response = scheduler_pb2.DetokenizeResponse()
         for index, prompt in enumerate(request.prompts):
-            highest, vocab_size = max(prompt.ids, default=0), self.intake.model.vocab_size
-            if highest >= vocab_size:
-                field = f"prompts[{index}].ids"
-                raise invalid(field, f"{field} has {highest}, but token ids must be below {vocab_size}")
+            if (highest := max(prompt.ids, default=0)) >= self.intake.model.vocab_size:
+                check_token_id(f"prompts[{index}].ids[{list(prompt.ids).index(highest)}]", highest, self.intake.model)
             response.texts.append(await texts.decode(list(prompt.ids), tenant, skip_special_tokens=skip_special_tokens))
         return response
 
