@@ -14,10 +14,10 @@ from pathlib import Path
 from testing.sources import PACKAGES, ROOT, module_name, parse, sources, walk
 
 # The product's statements, counted with ast; docstrings, comments and formatting do not count. An issue may raise the
-# bound by its stated cost. Last raised for: compatibility with clients of other servers (650), log-probabilities of all
-# and of listed tokens (110), hostile clients (110), the removed gateway (-140), prompts with equal beginnings in slowed
-# steps (10), a scheduler's checks of requests resolved by front ends (40).
-MAX_STATEMENTS = 35_500
+# bound by its stated cost. Last raised for: Ollama's and llama-server's APIs (640), infilling (85), error texts that name
+# field, value and remedy (80), keys, templates, hosts and owners of ports (125), chats and status on terminals (290), and
+# 21 more architectures (280).
+MAX_STATEMENTS = 37_000
 # A larger class should be split, except these, which have one purpose for their callers.
 MAX_METHODS = 20
 LARGE_CLASSES = {
