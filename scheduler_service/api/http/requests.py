@@ -188,7 +188,7 @@ class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, fr
     skip_special_tokens: bool | None = None
     top_k: TopK | None = None
     seed: Annotated[int, within(INT64)] | None = None
-    stop: Annotated[Texts, why("an empty text has no effect")] | None = None
+    stop: Annotated[Texts, why("the empty string: no effect")] | None = None
 
 
 # Convert the values of request fields to the values of sampling options. Other fields need no conversion.
