@@ -1,6 +1,7 @@
 """Embeddings over gRPC: in our own API, the vLLM API of a router, a shared RPC, a front end, and the client."""
 
 import asyncio
+import json
 import logging
 import struct
 from pathlib import Path
@@ -99,6 +100,16 @@ async def test_embeddings_are_neither_sampled_nor_detached(checkpoint: Path) -> 
         (response,) = (await stack.generate(message)).responses
         assert list(response.embedding) == numbers(PROMPT)
         assert (response.finish_reason, response.text) == (pb.FINISH_REASON_STOP, "")
+
+
+async def test_a_model_without_head_embeds_and_generates_nothing(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3Model"]}))
+    async with serve(path) as stack:
+        assert len((await stack.stub.Embed(embed_request(PROMPT))).embedding) > 0
+        error = await failure_of(anext(aiter(stack.stub.Generate(request(PROMPT)))), grpc.StatusCode.INVALID_ARGUMENT)
+        assert error.details() == "Qwen3Model generates no text; ask for embeddings"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Embeddings of a runner: they equal transformers' pooled hidden states, bit for bit for any chunks of the prompts."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from pagewire.common.gguf import GgufFile
 from pagewire.common.wire.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, WorkerProtocolError
 from pagewire.network.checkpoint_files import CheckpointError
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.checkpoint.pooling_config import read_gguf_pooling
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
@@ -71,6 +73,19 @@ def test_embeddings_are_those_of_transformers(checkpoints: dict[str, Path], fami
     for budget in (7, 64):
         assert embed(worker, rows, budget) == together, "other bits in other chunks"
     assert [embed(worker, [row], 2048)[0] for row in rows] == together, "other bits alone"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_a_checkpoint_without_head(tmp_path: Path, family: str) -> None:
+    whole = transformers.AutoModel.from_pretrained(make_checkpoint(tmp_path / "whole", family, seed=9))
+    whole.save_pretrained(tmp_path / "bare")
+    config = json.loads((tmp_path / "bare" / "config.json").read_text())
+    assert config["architectures"] == [type(whole).__name__]
+    (prompt,) = random_prompts(22, [40])
+    (found,) = embed(load(tmp_path / "bare", dtype="float32"), [(prompt, Pooling.LAST)], 2048)
+    assert np.frombuffer(found, "<f4") == pytest.approx(expected_embedding(whole, prompt, Pooling.LAST), abs=2e-6)
+    assert read_model_info(str(tmp_path / "bare")).lacks_head
+    assert not read_model_info(str(tmp_path / "whole")).lacks_head
 
 
 def test_embeddings_share_steps_with_rows_of_every_kind(checkpoints: dict[str, Path]) -> None:

@@ -48,6 +48,8 @@ def parse_config(config: JsonObject) -> Network:
     architecture = _architecture(config)
     check_names(config)
     expect(config, "is_causal", True)  # of embedding models whose tokens attend to later tokens, too
+    if lacks_head(config):
+        config = {**config, "tie_word_embeddings": True}
     network = BY_ARCHITECTURE[architecture].parse(config, architecture)
     heads, rope = network.heads, network.rope
     if heads.num_heads % heads.num_kv_heads:
@@ -66,6 +68,13 @@ def parse_config(config: JsonObject) -> Network:
     return network
 
 
+def lacks_head(config: JsonObject) -> bool:
+    """Return whether a config.json names an architecture without LM head, such as `Qwen3Model`. Embedding models have
+    such architectures; they cannot generate text."""
+    named = config.get("architectures")
+    return isinstance(named, list) and bool(named) and next(_known_architectures(config), None) not in (None, *named)
+
+
 def _architecture(config: JsonObject) -> str:
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
@@ -81,11 +90,13 @@ def _architecture(config: JsonObject) -> str:
 
 
 def _known_architectures(config: JsonObject) -> Iterator[str]:
-    """Yield the supported architectures that a config.json names. If it has no `architectures`, its model_type names
-    one, for example `gpt_neox` names GPTNeoXForCausalLM."""
-    named = config.get("architectures")
-    if named:
-        yield from (str(name) for name in named if str(name) in BY_ARCHITECTURE) if isinstance(named, list) else ()
+    """Yield the supported architectures that a config.json names; for one without LM head, such as `Qwen3Model`, the
+    architecture with it. If the file has no `architectures`, its model_type names one, for example `gpt_neox` names
+    GPTNeoXForCausalLM."""
+    if named := config.get("architectures"):
+        for name in map(str, named if isinstance(named, list) else ()):
+            headed = f"{name.removesuffix('Model')}ForCausalLM"
+            yield from (each for each in (name, headed) if each in BY_ARCHITECTURE)
         return
     is_multimodal, model_type = bool(config.get("text_config")), str(config.get("model_type"))
     for name in BY_ARCHITECTURE:

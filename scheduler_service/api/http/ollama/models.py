@@ -46,7 +46,8 @@ async def show_model(request: OllamaShowRequest, admission: CallAdmission, intak
     """Answer a call of `/api/show`. Return the JSON with the properties of the served model. Raises RefusedError if the
     request names another model."""
     admission.check_model(request.name or None)
-    model, capabilities, family = intake.model, ["completion"], intake.model.model_type or "general"
+    model, family = intake.model, intake.model.model_type or "general"
+    capabilities = [] if model.lacks_head else ["completion"]
     info = {
         "general.architecture": model.model_type,
         "general.basename": model.name,
