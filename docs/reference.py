@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from itertools import groupby
@@ -52,6 +53,7 @@ from scheduler_service.core.sequence import TRANSITIONS, GroupState
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.host.cpu_operations import CpuProducts
+from worker_service.models.layouts.gguf import BLOCKS
 from worker_service.models.torch_operations import Operations
 
 ROOT = Path(__file__).parents[1]
@@ -83,6 +85,8 @@ such as 100.0 is accepted as an integer.
 A running server shows the same at `/docs`, and as OpenAPI at `/openapi.json`. It also serves `/v1/models`,
 `/tokenizer_info`, `/health`, `/ping`, `/version` and `/metrics`, and of Ollama's API `/api/tags`, `/api/ps` and
 `/api/version`."""
+MAX_GROWTH = 1.1  # of a weight that counts as unchanged, from the file to memory
+MEASURED = 4096  # inputs and outputs of the weight that is measured
 METRICS_TITLE = """# Metrics
 
 The scheduler and each front end serve metrics in Prometheus' text format over HTTP:
@@ -300,7 +304,14 @@ def _formats_table() -> str:
     keeps = [operations.can_store is not Operations.can_store for operations in (CpuProducts, TritonOperations)]
     kept = " | ".join("unchanged" if keep else "widened" for keep in keeps)
     floats = [element_type.name for element_type in SUPPORTED_TYPES.values() if not element_type.is_quantized]
-    codes = [element_type.name for element_type in SUPPORTED_TYPES.values() if element_type.is_quantized]
+    codes = defaultdict(list)  # the names of types by what memory stores
+    for element_type in filter(lambda each: each.is_quantized, SUPPORTED_TYPES.values()):
+        size = MEASURED**2 // element_type.block_size * element_type.block_bytes
+        form = BLOCKS[element_type.name].format
+        is_small = form.num_bytes(MEASURED, MEASURED) <= MAX_GROWTH * size
+        codes["unchanged" if is_small else f"at most {form.bits if form.bits <= 4 else 8} bits"].append(
+            element_type.name
+        )
     quantizing = " | ".join("yes" if keep else "refused" for keep in keeps)
     return "\n".join(
         [
@@ -309,7 +320,7 @@ def _formats_table() -> str:
             f"| safetensors: {', '.join(DTYPES)} | unchanged | unchanged |",
             f"| safetensors: {', '.join(METHODS)} | {kept} |",
             f"| GGUF: {', '.join(floats)} | unchanged | unchanged |",
-            f"| GGUF: {', '.join(codes)} | {kept} |",
+            *(f"| GGUF: {', '.join(names)} | {stored} | {stored} |" for stored, names in codes.items()),
             f"| `--quantization {'`, `'.join(BITS)}` | {quantizing} |",
         ]
     )

@@ -26,7 +26,20 @@ ARCHITECTURES = {
 }
 _GEMMAS = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)  # files of these architectures store 1 + w for norms
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-_K_BLOCK_BYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+# Types that PyPI `gguf` can read but not write: the bytes of a block, its number of weights, and the places of its
+# float16 scale and minimum.
+_READ_ONLY = {
+    "Q2_K": (84, 256, 80, 82),
+    "Q3_K": (110, 256, 108, None),
+    "Q4_K": (144, 256, 0, 2),
+    "Q5_K": (176, 256, 0, 2),
+    "Q6_K": (210, 256, 208, None),
+    "IQ4_NL": (18, 32, 0, None),
+    "IQ4_XS": (136, 256, 0, None),
+}
+# The standard deviation of a weight of random bytes if the scale is 1; with minimums, they are in the middle.
+_SPREADS = {"Q2_K": 15, "Q3_K": 42, "Q4_K": 150, "Q5_K": 310, "Q6_K": 1332, "IQ4_NL": 67, "IQ4_XS": 1230}
+_LARGEST = {"Q2_K": 3, "Q4_K": 15, "Q5_K": 31}  # codes of the types with minimums
 
 
 def write_gguf(
@@ -132,29 +145,27 @@ def permuted(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, type_name: str) -> None:
     """Quantise a tensor to the given type and add it to the file."""
     qtype = GGMLQuantizationType[type_name]
-    if type_name in _K_BLOCK_BYTES:
-        writer.add_tensor(name, k_blocks(tensor, type_name), raw_dtype=qtype)
+    if type_name in _READ_ONLY:
+        writer.add_tensor(name, random_blocks(tensor, type_name), raw_dtype=qtype)
         return
     values = tensor.float().contiguous().numpy()
     writer.add_tensor(name, gguf.quants.quantize(values, qtype), raw_dtype=qtype)
 
 
-def k_blocks(tensor: torch.Tensor, type_name: str) -> np.ndarray:
+def random_blocks(tensor: torch.Tensor, type_name: str) -> np.ndarray:
     """Return random blocks of a type that PyPI `gguf` can read but not write. The weights have about the size of the
     tensor's, and the random seed is derived from the tensor."""
     seed = int(tensor.float().abs().sum().item() * 1000) % (1 << 32)
     rng = np.random.default_rng(seed)
-    rows, num_blocks = tensor.shape[:-1].numel(), tensor.shape[-1] // 256
-    blocks = rng.integers(0, 256, (rows, num_blocks, _K_BLOCK_BYTES[type_name]), dtype=np.uint8)
-    if type_name == "Q6_K":
-        scale = tensor.float().std().item() / (18 * 74)
-        blocks[..., 208:210] = np.array([scale], np.float16).view(np.uint8)
-    else:
-        largest = 15 if type_name == "Q4_K" else 31
-        scale = tensor.float().std().item() / (largest * 10)
+    num_bytes, size, scale_place, minimum_place = _READ_ONLY[type_name]
+    rows, num_blocks = tensor.shape[:-1].numel(), tensor.shape[-1] // size
+    blocks = rng.integers(0, 256, (rows, num_blocks, num_bytes), dtype=np.uint8)
+    scale = tensor.float().std().item() / _SPREADS[type_name]
+    blocks[..., scale_place : scale_place + 2] = np.array([scale], np.float16).view(np.uint8)
+    if minimum_place is not None:
         # Place the minimums in the middle of the codes, so that weights have both signs.
-        blocks[..., 0:2] = np.array([scale], np.float16).view(np.uint8)
-        blocks[..., 2:4] = np.array([scale * largest / 2], np.float16).view(np.uint8)
+        minimum = np.array([scale * _LARGEST[type_name] / 2], np.float16)
+        blocks[..., minimum_place : minimum_place + 2] = minimum.view(np.uint8)
     return blocks.reshape(*tensor.shape[:-1], -1)
 
 

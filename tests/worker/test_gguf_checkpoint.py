@@ -42,7 +42,10 @@ WIDE = {
     "intermediate_size": 512,
 }
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+QUANTIZED = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4"),
+    *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"),
+)
 
 
 def usual(family: str) -> dict[str, Any]:

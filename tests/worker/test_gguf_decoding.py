@@ -17,9 +17,13 @@ HALVES = {
     "Q4_1": (0, 2),
     "Q5_0": (0,),
     "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
     "MXFP4": (),  # its scales are powers of two, in the first byte of a block
 }
 MXFP4_SCALES = np.array([1, 2, 3, 127, 251, 252], np.uint8)
@@ -67,7 +71,7 @@ def test_codes_are_integers_with_a_scale_a_group(type_name: str) -> None:
     groups = decoded.values.unflatten(1, (-1, decoded.group_size)).float() * whole.scale[..., None]
     values = groups if whole.minimum is None else groups - whole.minimum[..., None]
     assert torch.equal(decoded.dequantized(), values.flatten(1))
-    assert (decoded.scale_factor is not None) == type_name.endswith("_K")
+    assert (decoded.scale_factor is not None) == (QUANTIZED[type_name].block_size == 256)
 
 
 @pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E00])

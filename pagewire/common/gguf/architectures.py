@@ -144,7 +144,7 @@ def architecture_of(file: GgufFile) -> str:
     name = Metadata(file, "general.").text("architecture")
     if name not in ARCHITECTURES:
         raise GgufError(
-            f"{file.path}: general.architecture is {name!r}, which is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{file.path}: general.architecture is {name!r}, which is not supported; docs/models.md lists the "
+            "supported architectures"
         )
     return name

@@ -54,25 +54,25 @@ SUPPORTED_TYPES = {
     6: ElementType("Q5_0", 32, 22),
     7: ElementType("Q5_1", 32, 24),
     8: ElementType("Q8_0", 32, 34),
+    10: ElementType("Q2_K", 256, 84),
+    11: ElementType("Q3_K", 256, 110),
     12: ElementType("Q4_K", 256, 144),
     13: ElementType("Q5_K", 256, 176),
     14: ElementType("Q6_K", 256, 210),
+    20: ElementType("IQ4_NL", 32, 18),
+    23: ElementType("IQ4_XS", 256, 136),
     30: ElementType("BF16", 1, 2),
     39: ElementType("MXFP4", 32, 17),
 }
 _OTHER_NAMES = {
     9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
     15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
-    20: "IQ4_NL",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
@@ -141,9 +141,9 @@ class GgufFile:
         """Return the element type of the tensor with this name. Raises GgufError if the type is not supported."""
         info = self.tensors[name]
         if info.type_number not in SUPPORTED_TYPES:
-            served = ", ".join(element_type.name for element_type in SUPPORTED_TYPES.values())
             raise GgufError(
-                f"{self.path}: tensor {name} is of type {info.type_name}, which is not supported; supported: {served}"
+                f"{self.path}: tensor {name} is of type {info.type_name}, which is not supported; docs/models.md lists "
+                "the supported types"
             )
         return SUPPORTED_TYPES[info.type_number]
 

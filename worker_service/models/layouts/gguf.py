@@ -15,6 +15,9 @@ from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
 from pagewire.kernels.weight import StoredFormat, StoredWeight
 
 _CODE_BITS = torch.arange(8, dtype=torch.uint8)
+_PAIRS = _CODE_BITS[::2, None]  # the places of the 2-bit numbers in a byte
+# The values of the 4-bit codes of IQ4_NL and IQ4_XS.
+_IQ4_VALUES = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.int8)
 
 
 def decode_rows(element_type: ElementType, rows: Tensor) -> StoredWeight:
@@ -109,6 +112,34 @@ def _decode_q5_k(blocks: Tensor) -> _Parts:
     return {"codes": codes | (fifth.flatten(-2) << 4), **_scales_and_minimums(blocks)}
 
 
+def _decode_q2_k(blocks: Tensor) -> _Parts:
+    scales = blocks[..., :16]
+    codes = (blocks[..., 16:80].unflatten(-1, (2, 1, 32)) >> _PAIRS) & 3  # [rows, blocks, 2, 4, 32]
+    factors = {"scale_factor": _half(blocks, 80), "minimum_factor": _half(blocks, 82)}
+    return {"codes": codes.flatten(-3), "scale": scales & 15, "minimum": scales >> 4, **factors}
+
+
+def _decode_q3_k(blocks: Tensor) -> _Parts:
+    low = (blocks[..., 32:96].unflatten(-1, (2, 1, 32)) >> _PAIRS) & 3  # [rows, blocks, 2, 4, 32]
+    high = (blocks[..., None, :32] >> _CODE_BITS[:, None]) & 1  # [rows, blocks, 8, 32]; 0: subtract 4
+    codes = (low.flatten(-3) | (high.flatten(-2) << 2)) - 4
+    sixths = (blocks[..., None, 104:108] >> _PAIRS) & 3  # [rows, blocks, 4, 4]
+    scale = (_nibbles(blocks[..., 96:104]) | (sixths.flatten(-2) << 4)).view(torch.int8) - 32
+    return {"codes": codes, "scale": scale, "scale_factor": _half(blocks, 108)}
+
+
+def _decode_iq4_nl(blocks: Tensor) -> _Parts:
+    return {"codes": _IQ4_VALUES[_nibbles(blocks[..., 2:]).int()].view(torch.uint8), "scale": _half(blocks, 0)}
+
+
+def _decode_iq4_xs(blocks: Tensor) -> _Parts:
+    codes = _IQ4_VALUES[_nibbles(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(-2).int()].view(torch.uint8)
+    low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], dim=-1).flatten(-2)
+    high = (blocks[..., 2:4, None] >> _CODE_BITS[::2]) & 3  # [rows, blocks, 2, 4]
+    scale = (low | (high.flatten(-2) << 4)).view(torch.int8) - 32
+    return {"codes": codes, "scale": scale, "scale_factor": _half(blocks, 0)}
+
+
 def _decode_q6_k(blocks: Tensor) -> _Parts:
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))  # [rows, blocks, 2, 4, 32]
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _CODE_BITS[:8:2, None]
@@ -129,6 +160,12 @@ BLOCKS = {
     "Q5_1": BlockLayout(StoredFormat(torch.int8, 32, 5, has_half_scales=True, has_minima=True), _decode_q5_1),
     "Q4_K": BlockLayout(StoredFormat(torch.int8, 32, 4, has_minima=True, has_factors=True), _decode_q4_k),
     "Q5_K": BlockLayout(StoredFormat(torch.int8, 32, 5, has_minima=True, has_factors=True), _decode_q5_k),
+    # Codes of 2 and 3 bits are widened to 4 bits.
+    "Q2_K": BlockLayout(StoredFormat(torch.int8, 16, 4, has_minima=True, has_factors=True), _decode_q2_k),
+    "Q3_K": BlockLayout(StoredFormat(torch.int8, 16, 4, has_factors=True), _decode_q3_k),
+    # The CPU kernels store these codes in 4 bits, because there are 16 of them; the GPU kernels store them in 8 bits.
+    "IQ4_NL": BlockLayout(StoredFormat(torch.int8, 32, 8, has_half_scales=True), _decode_iq4_nl),
+    "IQ4_XS": BlockLayout(StoredFormat(torch.int8, 32, 8, has_factors=True), _decode_iq4_xs),
     "Q6_K": BlockLayout(StoredFormat(torch.int8, 16, 6, has_factors=True), _decode_q6_k),
     "MXFP4": BlockLayout(MXFP4, _decode_mxfp4),
 }
