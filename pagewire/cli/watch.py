@@ -12,7 +12,6 @@ import textwrap
 import tty
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
-from shutil import get_terminal_size
 from typing import Generic, NoReturn, TypeVar
 
 from pagewire.cli import SUCCESS
@@ -103,7 +102,9 @@ class Watch(Generic[State]):
 
     def _draw(self) -> None:
         """Draw a problem, the part of the view that fits on the screen, and the keys."""
-        columns, rows = get_terminal_size()
+        # Not the variables COLUMNS and LINES: some programs export them, and they do not follow a resize.
+        size = os.get_terminal_size(sys.stdout.fileno())
+        columns, rows = size.columns or 80, size.lines or 24
         problem = textwrap.wrap(self._problem, columns)[: rows // 2]
         self._page = max(1, rows - len(problem) - 1)
         lines = [] if self._state is None else self._lines(self._state, columns, self._page, self._text)

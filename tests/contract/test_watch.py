@@ -40,7 +40,8 @@ def busy() -> ScriptedScheduler:
 
 def watching(url: str, columns: int = 80, rows: int = 24) -> Terminal:
     command = [sys.executable, "-m", "pagewire", "status", "--watch", "--url", url]
-    return Terminal(command, columns=columns, rows=rows, environ={"NO_COLOR": "1"})
+    # Some programs export a size that does not follow a resize.
+    return Terminal(command, columns=columns, rows=rows, environ={"NO_COLOR": "1", "COLUMNS": "80", "LINES": "24"})
 
 
 def is_restored(terminal: Terminal, settings: list[Any]) -> bool:
