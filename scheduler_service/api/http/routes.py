@@ -240,12 +240,13 @@ class _Endpoint:
         self._route = route
         self._routes = routes
         self._kind = routes.as_read(route.request)
+        self._is_named = route.is_named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         admission, turns = self._routes.admission, self._routes.intake.turns
         call, size = admission.call(scope), 0
         tenant = call.caller.tenant("")
-        if self._route.is_named:
+        if self._is_named:
             named = {name: unquote(value) for name, value in scope["path_params"].items()}
             request = decode_query({**QueryParams(scope["query_string"]), **named}, self._kind)
         else:
