@@ -304,14 +304,13 @@ def _formats_table() -> str:
     keeps = [operations.can_store is not Operations.can_store for operations in (CpuProducts, TritonOperations)]
     kept = " | ".join("unchanged" if keep else "widened" for keep in keeps)
     floats = [element_type.name for element_type in SUPPORTED_TYPES.values() if not element_type.is_quantized]
-    codes = defaultdict(list)  # the names of types by what memory stores
+    codes = defaultdict(list)  # the names of types by what a CPU and a GPU store
     for element_type in filter(lambda each: each.is_quantized, SUPPORTED_TYPES.values()):
         size = MEASURED**2 // element_type.block_size * element_type.block_bytes
         form = BLOCKS[element_type.name].format
         is_small = form.num_bytes(MEASURED, MEASURED) <= MAX_GROWTH * size
-        codes["unchanged" if is_small else f"at most {form.bits if form.bits <= 4 else 8} bits"].append(
-            element_type.name
-        )
+        on_cpu = "unchanged" if is_small else f"{4 if form.bits <= 4 else 8}-bit codes"
+        codes[f"{on_cpu} | {'8-bit codes' if form.has_table else on_cpu}"].append(element_type.name)
     quantizing = " | ".join("yes" if keep else "refused" for keep in keeps)
     return "\n".join(
         [
@@ -320,7 +319,7 @@ def _formats_table() -> str:
             f"| safetensors: {', '.join(DTYPES)} | unchanged | unchanged |",
             f"| safetensors: {', '.join(METHODS)} | {kept} |",
             f"| GGUF: {', '.join(floats)} | unchanged | unchanged |",
-            *(f"| GGUF: {', '.join(names)} | {stored} | {stored} |" for stored, names in codes.items()),
+            *(f"| GGUF: {', '.join(names)} | {stored} |" for stored, names in codes.items()),
             f"| `--quantization {'`, `'.join(BITS)}` | {quantizing} |",
         ]
     )

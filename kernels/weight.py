@@ -43,6 +43,7 @@ class StoredFormat:
     has_factors: bool = False  # scales and minima are integers of 8 bits with a factor for each 256 inputs
     has_power_scales: bool = False  # scales are powers of two
     rounds_inputs: bool = False  # inputs are to be rounded to 8 bits of the same kind
+    has_table: bool = False  # codes of 4 bits stand for 16 values of 8 bits, which GPU kernels store instead
 
     def describe(self) -> str:
         """Return the name of the type of the weight's elements for log lines, such as "bfloat16" or "codes of 4
@@ -75,6 +76,7 @@ class StoredFormat:
             all(each.has_factors for each in formats),
             all(each.has_power_scales for each in formats),
             all(each.rounds_inputs for each in formats),
+            any(each.has_table for each in formats),
         )
 
 

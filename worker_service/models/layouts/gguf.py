@@ -163,9 +163,8 @@ BLOCKS = {
     # Codes of 2 and 3 bits are widened to 4 bits.
     "Q2_K": BlockLayout(StoredFormat(torch.int8, 16, 4, has_minima=True, has_factors=True), _decode_q2_k),
     "Q3_K": BlockLayout(StoredFormat(torch.int8, 16, 4, has_factors=True), _decode_q3_k),
-    # The CPU kernels store these codes in 4 bits, because there are 16 of them; the GPU kernels store them in 8 bits.
-    "IQ4_NL": BlockLayout(StoredFormat(torch.int8, 32, 8, has_half_scales=True), _decode_iq4_nl),
-    "IQ4_XS": BlockLayout(StoredFormat(torch.int8, 32, 8, has_factors=True), _decode_iq4_xs),
+    "IQ4_NL": BlockLayout(StoredFormat(torch.int8, 32, 4, has_half_scales=True, has_table=True), _decode_iq4_nl),
+    "IQ4_XS": BlockLayout(StoredFormat(torch.int8, 32, 4, has_factors=True, has_table=True), _decode_iq4_xs),
     "Q6_K": BlockLayout(StoredFormat(torch.int8, 16, 6, has_factors=True), _decode_q6_k),
     "MXFP4": BlockLayout(MXFP4, _decode_mxfp4),
 }
