@@ -290,6 +290,7 @@ def test_weights_in_float64_are_computed_in_float32(load_model, tmp_path, dtype)
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_without_architectures_is_known_by_its_model_type(tmp_path, family):
     path = make_checkpoint(tmp_path, family, seed=1)
@@ -297,6 +298,7 @@ def test_a_config_without_architectures_is_known_by_its_model_type(tmp_path, fam
     assert parse_config({**config, "architectures": None}) == parse_config(config)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_within_its_rounding_of_transformers(load_model, tmp_path, family):
     """The distance to transformers must not exceed the distance between two bfloat16 runs.
@@ -417,6 +419,7 @@ def test_head_in_the_checkpoint_counts_even_if_config_ties_it(load_model, tmp_pa
     torch.testing.assert_close(actual, transformers_logits(path, random_tokens()), rtol=0, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
 def test_an_embedding_that_is_stored_as_the_tied_head(load_model, tmp_path, family):
     path, token_ids = make_checkpoint(tmp_path, family, seed=11, tie_word_embeddings=True), random_tokens()
