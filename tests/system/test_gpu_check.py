@@ -49,14 +49,14 @@ def test_a_part_runs_in_a_process_of_its_own_and_its_results_are_kept(
 ) -> None:
     output = tmp_path / "results" / "gpu_check.json"
     # Each slice's process imports transformers, which takes seconds.
-    monkeypatch.setattr(check, "CASES_PER_SLICE", 16)
+    monkeypatch.setattr(check, "CASES_PER_SLICE", 20)
     assert len(check.slices_of("graphs")) == 2
     assert rehearse(output, "sampling", "graphs") == 0
     before = results_of(output)
     (sampled,) = before["sampling"]
     assert sampled["sequences"] == 16
     assert all("needs --device cuda" in result["unavailable"] for result in before["graphs"])
-    monkeypatch.setattr(check, "CASES_PER_SLICE", 32)
+    monkeypatch.setattr(check, "CASES_PER_SLICE", 40)
     assert rehearse(output, "graphs") == 0
     assert results_of(output)["sampling"] == before["sampling"]
 

@@ -28,6 +28,7 @@ ONE_LAYER = {**HEADS_OF_32, "num_hidden_layers": 1}
 SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
     "gpt2": {"n_embd": 64, "n_head": 2},
     "gpt_neox": {"num_attention_heads": 2},
+    "falcon": {"num_attention_heads": 2},
     "bloom": {"n_head": 2},
     "mpt": {"n_heads": 2},
     "gemma3_text": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
