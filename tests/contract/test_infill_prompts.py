@@ -12,7 +12,8 @@ import pytest
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from scheduler_service.api.http.infill import has_infill, infill_ends, infill_prompt
+from scheduler_service.api.http.infill import has_infill, infill_prompt, infill_stops
+from scheduler_service.api.http.requests import SampledRequest
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.checkpoint.model_info import read_model
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer as ServedTokenizer
@@ -34,6 +35,10 @@ PIECES = [
 ]  # fmt: skip
 QWEN2 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CORPUS = [line for path in sorted(Path(__file__).parent.glob("test_to*.py")) for line in path.read_text().splitlines()]
+
+
+def ends_of(intake: Intake) -> tuple[int, ...]:
+    return tuple(infill_stops(SampledRequest(), intake))
 
 
 def drawn(rng: random.Random) -> str:
@@ -188,7 +193,7 @@ async def test_prompts_are_the_published_ones(name: str, tmp_path: Path) -> None
     transformer, rng = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer), seeded()
     with served(tmp_path / "model", tokenizer) as intake:
         assert has_infill(intake)
-        assert infill_ends(intake) == tuple(sorted(map(tokenizer.token_to_id, family.ends)))
+        assert ends_of(intake) == tuple(sorted(map(tokenizer.token_to_id, family.ends)))
         for prefix, suffix in [("", ""), ("a", ""), ("", "a"), *((drawn(rng), drawn(rng)) for _ in range(60))]:
             expected = transformer(family.published.format(prefix=prefix, suffix=suffix)).input_ids
             assert await infill_prompt(prefix, suffix, CALL, intake) == tuple(expected), (prefix, suffix)
@@ -224,7 +229,7 @@ async def test_code_llama_is_as_in_transformers(form: str, tmp_path: Path) -> No
                 expected = names(theirs(f"{prefix}<FILL_ME>{suffix}").input_ids)
                 assert list(map(intake.tokenizer.name_of, found)) == expected, (prefix, suffix)
                 assert names(theirs(prefix, suffix=suffix).input_ids) == expected
-        (end,) = infill_ends(intake)
+        (end,) = ends_of(intake)
         assert intake.tokenizer.name_of(end) == "▁<EOT>"
 
 
@@ -303,7 +308,7 @@ async def test_keys_of_a_gguf_file_name_the_tokens(age: str, tmp_path: Path) -> 
         found = await infill_prompt("a", "b", CALL, intake)
         assert found == tuple(tokenizer.encode("".join(names)).ids)
         ends = [tokenizer.token_to_id(text) for text in (("<4>", "<5>", "<6>") if age == "new" else _QWEN[3:])]
-        assert infill_ends(intake) == tuple(ends)
+        assert ends_of(intake) == tuple(ends)
 
 
 async def test_the_texts_of_a_gguf_files_tokens_are_known(tmp_path: Path) -> None:
@@ -325,7 +330,7 @@ async def test_tokenizer_config_names_the_tokens(tmp_path: Path) -> None:
     named = {"prefix_token": "<1>", "suffix_token": "<2>", "middle_token": {"content": "<3>"}, "eot_token": "<4>"}
     with served(tmp_path / "model", tokenizer, **named) as intake:
         assert await infill_prompt("a", "b", CALL, intake) == tuple(tokenizer.encode("<1>a<2>b<3>").ids)
-        assert infill_ends(intake) == tuple(map(tokenizer.token_to_id, (_QWEN[3], "<4>")))
+        assert ends_of(intake) == tuple(map(tokenizer.token_to_id, (_QWEN[3], "<4>")))
 
 
 async def test_models_that_cannot_infill_say_so(tmp_path: Path) -> None:
@@ -341,7 +346,7 @@ async def test_models_that_cannot_infill_say_so(tmp_path: Path) -> None:
     ):
         with served(tmp_path / path, tokenizer, **config) as intake:
             assert not has_infill(intake)
-            assert infill_ends(intake) == ()
+            assert ends_of(intake) == ()
             with pytest.raises(RefusedError, match="has no tokenizer with tokens for infilling") as refused:
                 await infill_prompt("a", "b", CALL, intake, field="input_suffix")
             assert refused.value.field == "input_suffix"

@@ -30,7 +30,6 @@ from pagewire.network.families.positions import (
 from pagewire.network.families.reading import (
     JsonObject,
     attention_biases,
-    choice,
     flag,
     num_layers_of,
     number,
@@ -72,9 +71,10 @@ def _read_granite4(config: JsonObject, architecture: str) -> Network:
     if not isinstance(kinds, list) or any(kind not in ("attention", FULL) for kind in kinds):
         raise unserved("layer_types", kinds, "attention throughout: Mamba layers are not supported")
     ropes, num_positions = read_rope(config)
-    kind = config.get("position_embedding_type") or "nope"
-    if choice({"position_embedding_type": kind}, "position_embedding_type", kind, ("rope", "nope")) == "nope":
-        ropes = (None,) * len(ropes)
+    kind = config.get("position_embedding_type")
+    if kind not in ("rope", "nope", None):
+        raise unserved("position_embedding_type", kind, "rope, nope or null")
+    ropes = ropes if kind == "rope" else (None,) * len(ropes)
     text = TextConfig.read(config, architecture, ropes=(ropes, num_positions))
     mlp = text.mlp(positive(config, "shared_intermediate_size", 1024))
     return _granite(text, lambda name: mlp(f"{name}.shared_mlp", ("input_linear",), "output_linear"))

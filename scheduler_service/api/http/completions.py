@@ -16,7 +16,7 @@ from scheduler_service.api.http.answering import (
     stop_reason,
 )
 from scheduler_service.api.http.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs, UsageCounts
-from scheduler_service.api.http.infill import infill_ends, infill_prompt
+from scheduler_service.api.http.infill import infill_prompt, infill_stops
 from scheduler_service.api.http.prompts import reading_size, separate_prompts
 from scheduler_service.api.http.request_options import (
     DecodedCall,
@@ -156,8 +156,7 @@ async def _with_infill_prompts(
             add_special_tokens=request.add_special_tokens is not False,
         )
         prompts.append([*token_ids])
-    ends = () if request.ignore_eos else infill_ends(intake)
-    return structs.replace(request, prompt=prompts, stop_token_ids=[*(request.stop_token_ids or ()), *ends])
+    return structs.replace(request, prompt=prompts, stop_token_ids=infill_stops(request, intake))
 
 
 def _read(request: CompletionRequest, call: Call, intake: Intake) -> DecodedCall:

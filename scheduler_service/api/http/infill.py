@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from scheduler_service.api.http.answering import longest_sequence
+from scheduler_service.api.http.requests import SampledRequest
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
@@ -57,7 +58,9 @@ def has_infill(intake: Intake) -> bool:
     return intake.tokenizer is not None and intake.tokenizer.infill is not None
 
 
-def infill_ends(intake: Intake) -> tuple[int, ...]:
-    """Return the ids of the tokens that end an infilled text, in addition to the model's end tokens. The request that
-    generates the text needs them in its `stop_token_ids`. The result is empty if the model cannot infill."""
-    return () if intake.tokenizer is None or intake.tokenizer.infill is None else intake.tokenizer.infill.ends
+def infill_stops(request: SampledRequest, intake: Intake) -> list[int]:
+    """Return the `stop_token_ids` of a request that infills: the tokens in the request's own list and, unless it sets
+    `ignore_eos`, the tokens that end an infilled text."""
+    tokens = None if intake.tokenizer is None else intake.tokenizer.infill
+    ends = () if tokens is None or request.ignore_eos else tokens.ends
+    return [*(request.stop_token_ids or ()), *ends]

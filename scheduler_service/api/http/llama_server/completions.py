@@ -15,7 +15,7 @@ from pagewire.common.wire.sampling_rules import FILTERS_OFF
 from scheduler_service.api.http.answering import PromptProgress, all_of, begin_requests, deltas_of, full_outputs
 from scheduler_service.api.http.answers import encode, encode_list
 from scheduler_service.api.http.completions import read_completion
-from scheduler_service.api.http.infill import infill_ends, infill_prompt
+from scheduler_service.api.http.infill import infill_prompt, infill_stops
 from scheduler_service.api.http.llama_server.requests import InfillRequest, LlamaCompletionRequest
 from scheduler_service.api.http.request_options import RequestNames
 from scheduler_service.api.http.requests import CompletionRequest, SampledRequest
@@ -219,8 +219,7 @@ async def infill_for_llama(
         tenant=request.tenant or "",
         add_special_tokens=request.add_special_tokens is not False,
     )
-    stop_token_ids = [*(request.stop_token_ids or ()), *(() if request.ignore_eos else infill_ends(intake))]
-    completed = structs.replace(request, prompt=[*token_ids], stop_token_ids=stop_token_ids)
+    completed = structs.replace(request, prompt=[*token_ids], stop_token_ids=infill_stops(request, intake))
     return await complete_for_llama(completed, call, intake, model_name, stream)
 
 

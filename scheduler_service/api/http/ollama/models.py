@@ -1,8 +1,10 @@
 """The endpoints of Ollama's API that describe the served model, and the reasons why calls that change models are
 refused. A property that this process does not know is left out."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from pagewire.common.wire.sampling_rules import CHECKPOINTS_OPTIONS
@@ -30,12 +32,12 @@ _NEVER = datetime.max.replace(tzinfo=UTC)
 def list_models(names: Sequence[str], intake: Intake) -> dict[str, Any]:
     """Answer a call of `/api/tags` or `/api/ps`. Return the JSON value with an entry for each name in `names`. Names
     without a tag get the tag `latest`."""
-    path, tagged = intake.model.directory, [name if ":" in name else f"{name}:latest" for name in names]
+    tagged = [name if ":" in name else f"{name}:latest" for name in names]
     same = {
-        "size": sum(each.stat().st_size for each in (path, *path.glob("*")) if each.is_file()),
+        "size": _size_of(intake.model.directory),
         "digest": intake.model.digest.hex(),
         "details": _details(intake),
-        "modified_at": _modified_at(intake),
+        "modified_at": _modified_at(intake.model.directory),
         "expires_at": _NEVER,
         "context_length": longest_sequence(intake),
     }
@@ -68,7 +70,7 @@ async def show_model(request: OllamaShowRequest, admission: CallAdmission, intak
         if value != getattr(API_DEFAULTS, name)
     ]
     shown: dict[str, Any] = {"details": _details(intake), "capabilities": capabilities, "parameters": "\n".join(lines)}
-    shown |= {"template": model.chat_template or "", "modified_at": _modified_at(intake)}
+    shown |= {"template": model.chat_template or "", "modified_at": _modified_at(intake.model.directory)}
     return encode(shown | {"model_info": {name: value for name, value in info.items() if value}})
 
 
@@ -85,8 +87,15 @@ async def pull_model(request: OllamaPullRequest, admission: CallAdmission, strea
     return None
 
 
-def _modified_at(intake: Intake) -> datetime:
-    return datetime.fromtimestamp(intake.model.directory.stat().st_mtime, UTC)
+# A served model does not change, and its disk can be slow, so each of these reads it once.
+@functools.cache
+def _size_of(path: Path) -> int:
+    return sum(each.stat().st_size for each in (path, *path.glob("*")) if each.is_file())
+
+
+@functools.cache
+def _modified_at(path: Path) -> datetime:
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC)
 
 
 def _details(intake: Intake) -> dict[str, Any]:
