@@ -9,9 +9,9 @@ from pagewire.network.operations import (
     QkNormRopeStore,
     head_of,
 )
-from pagewire.network.quantization import Quantization
 from pagewire.network.rewrites import cut, with_ropes
 from pagewire.network.rope import RopeConfig
+from pagewire.network.weight_formats import Quantization
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,28 @@ name, and the error lists the supported values.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pagewire.common.gguf import shown
 from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError, read_json
+from pagewire.network.weight_formats import (
+    ANY,
+    HEAD,
+    SECTION,
+    Quantization,
+    QuantizationRule,
+    WeightFormat,
+    block_of,
+    choice,
+    flag,
+    group_size_of,
+    names_of,
+    pattern_rule,
+    positive,
+    unserved,
+)
 
 # The layouts of compressed-tensors by format name: the type of the numbers, the numbers of bits that are supported, and
 # whether inputs may be rounded.
@@ -21,52 +36,9 @@ _COMPRESSED = {
     "int-quantized": ("int", (8,), True),
     "float-quantized": ("float", (8,), True),
 }
-_MAX_SIZE = 1 << 24
-_MAX_PATTERN_CHARS = 10_000
-SECTION = "quantization_config"
 # With the quant_method to assume if the file does not name one.
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _FIRST_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AWQ's names for these settings
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """The format in which a quantised checkpoint stores one weight matrix [out, in].
-
-    A quantisation scale covers a block of `rows` outputs by `columns` inputs. A value of 0 means all outputs or all
-    inputs.
-    """
-
-    layout: str  # the name of a `Layout` in the worker
-    bits: int
-    rows: int
-    columns: int
-    is_symmetric: bool = True  # there are no zero points, or all are in the middle of the range
-    has_act_order: bool = False  # the group of each column is stored (act-order)
-    rounds_inputs: bool = False  # the weight was made for inputs rounded to 8 bits of the same type
-
-    def describe(self) -> str:
-        """Return a short description of this weight format for messages: the layout and the number of bits."""
-        return f"{self.layout} in {self.bits} bits"
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizationRule:
-    """A rule that assigns a weight format to each linear module of a checkpoint whose name matches a pattern. If
-    `format` is None, these modules are not quantised."""
-
-    pattern: re.Pattern[str]
-    format: WeightFormat | None
-    source: tuple[str, str] = ("", "")  # the key and value of a regular expression given by the checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """The quantisation formats of all linear modules of a checkpoint. The format of a module is decided by the first
-    rule whose pattern matches the module's name."""
-
-    method: str
-    rules: tuple[QuantizationRule, ...]
 
 
 def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
@@ -110,7 +82,7 @@ def _compressed_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
         value = section.get(key)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
             raise unserved(key, value, "unset")
-    for target in _names(section, "ignore"):
+    for target in names_of(section, "ignore"):
         yield _target_rule("ignore", target, None)
     groups = section.get("config_groups")
     if not isinstance(groups, Mapping):
@@ -120,7 +92,7 @@ def _compressed_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
         if not isinstance(group, Mapping):
             raise unserved("config_groups", {name: group}, "an object of objects with targets and weights")
         weight_format = _compressed_format(section, group)
-        for target in _names(group, "targets"):
+        for target in names_of(group, "targets"):
             order = 2 if target == "Linear" else int(target.startswith("re:"))
             found.append((order, _target_rule("targets", target, weight_format)))
     yield from (rule for _, rule in sorted(found, key=lambda entry: entry[0]))
@@ -141,8 +113,8 @@ def _compressed_format(section: Mapping[str, Any], group: Mapping[str, Any]) -> 
     expected_kind, choices, may_round = _COMPRESSED[layout]
     if kind != expected_kind:
         raise unserved("type", kind, f"{expected_kind} in {layout}")
-    bits = _choice(weights, "num_bits", 8, choices, f" in {layout}")
-    is_symmetric = _flag(weights, "symmetric", True)
+    bits = choice(weights, "num_bits", 8, choices, f" in {layout}")
+    is_symmetric = flag(weights, "symmetric", True)
     if kind == "float" and not is_symmetric:
         raise unserved("symmetric", is_symmetric, f"true in {layout}")
     rows, columns = _compressed_block(weights)
@@ -167,9 +139,9 @@ def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int]:
     if strategy == "channel":
         return 1, 0
     if strategy == "group":
-        return 1, _positive("group_size", group_size)
+        return 1, positive("group_size", group_size)
     if strategy == "block":
-        return _block("block_structure", weights.get("block_structure"))
+        return block_of("block_structure", weights.get("block_structure"))
     raise unserved("strategy", strategy, "one of tensor, channel, group, block")
 
 
@@ -177,24 +149,24 @@ def _target_rule(key: str, target: str, weight_format: WeightFormat | None) -> Q
     """Return the quantisation rule for one target in the settings of a compressed-tensors checkpoint. A target is the
     name of a module, a regular expression after `re:`, or the class Linear, which means all linear modules."""
     if target.startswith("re:"):
-        return _pattern_rule(key, target, target.removeprefix("re:"), weight_format)
-    return QuantizationRule(_ANY if target == "Linear" else re.compile(rf"^{re.escape(target)}$"), weight_format)
+        return pattern_rule(key, target, target.removeprefix("re:"), weight_format)
+    return QuantizationRule(ANY if target == "Linear" else re.compile(rf"^{re.escape(target)}$"), weight_format)
 
 
 # The other methods. The head is not quantised unless the settings say so.
 
 
 def _awq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
-    _choice(section, "bits", 4, (4,), " with awq")
+    choice(section, "bits", 4, (4,), " with awq")
     version = section.get("version") or section.get("format") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
         raise unserved("version", version, "gemm with awq")
-    if not _flag(section, "zero_point", True):
+    if not flag(section, "zero_point", True):
         raise unserved("zero_point", False, "true with awq")
     yield from _unquantised_rules(section)
-    yield QuantizationRule(_HEAD, None)
-    columns = _group_size(section)
-    yield QuantizationRule(_ANY, WeightFormat("awq", 4, 1, columns, is_symmetric=False))
+    yield QuantizationRule(HEAD, None)
+    columns = group_size_of(section)
+    yield QuantizationRule(ANY, WeightFormat("awq", 4, 1, columns, is_symmetric=False))
 
 
 def _gptq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
@@ -213,15 +185,15 @@ def _gptq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
         raise unserved("dynamic", dynamic, "an object of overrides by pattern")
     for pattern, override in dynamic.items():
         if pattern.startswith("-:"):
-            yield _pattern_rule("dynamic", pattern, pattern.removeprefix("-:"), None)
+            yield pattern_rule("dynamic", pattern, pattern.removeprefix("-:"), None)
             continue
         if not isinstance(override, Mapping):
             raise unserved("dynamic", {pattern: override}, "an object of objects by pattern")
         overridden = _gptq_format(weight_format, override)
-        yield _pattern_rule("dynamic", pattern, pattern.removeprefix("+:"), overridden)
-    if not _flag(section, "lm_head", False):
-        yield QuantizationRule(_HEAD, None)
-    yield QuantizationRule(_ANY, weight_format)
+        yield pattern_rule("dynamic", pattern, pattern.removeprefix("+:"), overridden)
+    if not flag(section, "lm_head", False):
+        yield QuantizationRule(HEAD, None)
+    yield QuantizationRule(ANY, weight_format)
 
 
 def _gptq_format(base: WeightFormat, section: Mapping[str, Any]) -> WeightFormat:
@@ -229,10 +201,10 @@ def _gptq_format(base: WeightFormat, section: Mapping[str, Any]) -> WeightFormat
     config or an override for some modules."""
     return replace(
         base,
-        bits=_choice(section, "bits", base.bits, (4, 8), " with gptq"),
-        columns=_group_size(section, base.columns),
-        is_symmetric=_flag(section, "sym", base.is_symmetric),
-        has_act_order=_flag(section, "desc_act", base.has_act_order),
+        bits=choice(section, "bits", base.bits, (4, 8), " with gptq"),
+        columns=group_size_of(section, base.columns),
+        is_symmetric=flag(section, "sym", base.is_symmetric),
+        has_act_order=flag(section, "desc_act", base.has_act_order),
     )
 
 
@@ -241,19 +213,19 @@ def _fp8_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     if element not in ("e4m3", "float8_e4m3fn"):
         raise unserved("fmt", element, "e4m3")
     block = section.get("weight_block_size")
-    rows, columns = (0, 0) if block is None else _block("weight_block_size", block)
+    rows, columns = (0, 0) if block is None else block_of("weight_block_size", block)
     yield from _unquantised_rules(section)
-    yield QuantizationRule(_HEAD, None)
-    yield QuantizationRule(_ANY, WeightFormat("fp8", 8, rows, columns, rounds_inputs=True))
+    yield QuantizationRule(HEAD, None)
+    yield QuantizationRule(ANY, WeightFormat("fp8", 8, rows, columns, rounds_inputs=True))
 
 
 def _mxfp4_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     """Yield the quantisation rules of an MXFP4 checkpoint, in order of precedence. The configured names of modules to
     leave unquantised may be patterns, such as `model.layers.*.self_attn`."""
-    for name in _names(section, "modules_to_not_convert"):
-        yield _pattern_rule("modules_to_not_convert", name, rf"(?:{name})(\.|$)", None)
-    yield QuantizationRule(_HEAD, None)
-    yield QuantizationRule(_ANY, WeightFormat("mxfp4", 4, 1, 32))
+    for name in names_of(section, "modules_to_not_convert"):
+        yield pattern_rule("modules_to_not_convert", name, rf"(?:{name})(\.|$)", None)
+    yield QuantizationRule(HEAD, None)
+    yield QuantizationRule(ANY, WeightFormat("mxfp4", 4, 1, 32))
 
 
 _PARSERS = {
@@ -264,73 +236,11 @@ _PARSERS = {
     "mxfp4": _mxfp4_rules,
 }
 METHODS = tuple(_PARSERS)
-_HEAD = re.compile(r"^lm_head$")
-_ANY = re.compile("")
 
 
 def _unquantised_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     """Yield a quantisation rule for each module that the config leaves unquantised. A configured name matches whole
     dotted components of a module name: `mlp.gate` does not match `mlp.gate_proj`."""
     for key in ("modules_to_not_convert", "ignored_layers"):
-        for name in _names(section, key):
+        for name in names_of(section, key):
             yield QuantizationRule(re.compile(rf"(^|\.){re.escape(name.strip('.'))}(\.|$)"), None)
-
-
-# Values
-
-
-def _names(section: Mapping[str, Any], key: str) -> Iterable[str]:
-    value = section.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
-        raise unserved(key, value, "a list of module names")
-    return value
-
-
-def _pattern_rule(key: str, name: str, expression: str, weight_format: WeightFormat | None) -> QuantizationRule:
-    """Return the quantisation rule for modules whose names match a regular expression from the start, as with
-    `re.match`. Raises CheckpointError if the expression is invalid or too long."""
-    if len(expression) > _MAX_PATTERN_CHARS:
-        raise unserved(key, name, f"a regular expression of at most {_MAX_PATTERN_CHARS} characters")
-    try:
-        return QuantizationRule(re.compile(rf"^(?:{expression})"), weight_format, (key, name))
-    except (re.error, RecursionError, OverflowError) as error:
-        raise unserved(key, name, f"a regular expression: {error}") from error
-
-
-def _group_size(section: Mapping[str, Any], default: int = 128) -> int:
-    """Return the group size: the number of inputs that share one quantisation scale. A result of 0 means that all
-    inputs share one scale. Config files write -1 for this case."""
-    value = section.get("group_size", default)
-    return 0 if value == -1 or (value == 0 and default == 0) else _positive("group_size", value)
-
-
-def _block(key: str, value: object) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise unserved(key, value, "two whole numbers: outputs and inputs that share a scale")
-    return _positive(key, value[0]), _positive(key, value[1])
-
-
-def _positive(key: str, value: object) -> int:
-    if type(value) is not int or not 1 <= value <= _MAX_SIZE:
-        raise unserved(key, value, f"a whole number from 1 to {_MAX_SIZE}")
-    return value
-
-
-def _choice(section: Mapping[str, Any], key: str, default: int, choices: tuple[int, ...], where: str) -> int:
-    value = section.get(key, default)
-    if type(value) is not int or value not in choices:
-        raise unserved(key, value, f"{' or '.join(map(str, choices))}{where}")
-    return value
-
-
-def _flag(section: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = section.get(key)
-    value = default if value is None else value
-    if not isinstance(value, bool):
-        raise unserved(key, value, "true or false")
-    return value
-
-
-def unserved(key: str, value: object, expected: str) -> CheckpointError:
-    where = key if key == SECTION else f"{SECTION}: {key}"
-    return CheckpointError(f"{CONFIG_FILE}: {where} is {shown(value)}, but must be {expected}")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pagewire.network.checkpoint_files import CheckpointError
-from pagewire.network.quantization import WeightFormat, parse_quantization
+from pagewire.network.quantization import parse_quantization
+from pagewire.network.weight_formats import WeightFormat
 from testing.checkpoints.quantized import BY_NAME, CASES
 from tests.broken_json import ODD_VALUES, refusal_of
 from worker_service.models.quantized_checkpoint import formats_of, is_found

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.network.checkpoint_files import CheckpointError, model_digest
-from pagewire.network.quantization import WeightFormat, parse_quantization
+from pagewire.network.quantization import parse_quantization
 from pagewire.network.source import load_config
+from pagewire.network.weight_formats import WeightFormat
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.checkpoints.packed import awq, gptq, make_quantized

@@ -6,7 +6,7 @@ from typing import NamedTuple, NoReturn
 
 from pagewire.kernels.weight import StoredFormat, StoredWeight
 from pagewire.network.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
-from pagewire.network.quantization import SECTION, Quantization, QuantizationRule, WeightFormat, unserved
+from pagewire.network.weight_formats import SECTION, Quantization, QuantizationRule, WeightFormat, unserved
 from worker_service.models.checkpoint import Checkpoint, Piece, Tensors
 from worker_service.models.layouts import layout_of
 from worker_service.models.layouts.layout import (

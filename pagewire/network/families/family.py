@@ -29,10 +29,11 @@ from pagewire.network.families.reading import (
 )
 from pagewire.network.network import Network
 from pagewire.network.operations import Activate, Activation, AttentionHeads, Operation
-from pagewire.network.quantization import Quantization, parse_quantization
+from pagewire.network.quantization import parse_quantization
 from pagewire.network.rewrites import Renaming
 from pagewire.network.rope import RopeConfig
 from pagewire.network.stacks import STACKS, Stacks
+from pagewire.network.weight_formats import Quantization
 
 # Some published files of headless models lack the first part of the names.
 WITHOUT_PREFIX: Renaming = ((r"^model\.", ""),)

@@ -6,7 +6,7 @@ To add a layout, define a `Layout` in a file of this package, and parse its name
 
 from pkgutil import iter_modules, resolve_name
 
-from pagewire.network.quantization import WeightFormat, unserved
+from pagewire.network.weight_formats import WeightFormat, unserved
 from worker_service.models.layouts.layout import Layout
 
 BY_NAME = {

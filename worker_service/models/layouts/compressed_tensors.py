@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.weight import StoredWeight
-from pagewire.network.quantization import WeightFormat
+from pagewire.network.weight_formats import WeightFormat
 from worker_service.models.layouts.layout import (
     SCALES,
     FaultyTensorError,

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from pagewire.kernels.weight import FLOAT8, StoredFormat, StoredWeight
-from pagewire.network.quantization import WeightFormat
+from pagewire.network.weight_formats import WeightFormat
 from worker_service.models.layouts.layout import (
     SCALES,
     FaultyTensorError,

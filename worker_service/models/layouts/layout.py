@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.weight import GROUP_UNIT, StoredFormat, StoredWeight, unit_size
-from pagewire.network.quantization import WeightFormat
+from pagewire.network.weight_formats import WeightFormat
 
 SCALES = ("F32", "BF16", "F16")
 _CODES = StoredFormat(torch.int8, GROUP_UNIT, has_half_scales=True)

@@ -2,7 +2,7 @@
 
 from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
 from pagewire.kernels.weight import StoredWeight
-from pagewire.network.quantization import WeightFormat
+from pagewire.network.weight_formats import WeightFormat
 from worker_service.models.layouts.layout import Layout, ReadTensors, StoredTensor, checked_scale, num_groups
 
 
