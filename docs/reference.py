@@ -5,6 +5,7 @@ checks that the pages are up to date.
 """
 
 import ast
+import math
 import re
 import subprocess
 import sys
@@ -32,8 +33,10 @@ from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.common.wire.transport.tls import Life
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
 from pagewire.kernels.quantized import BITS
+from pagewire.network.checkpoint_files import ELEMENT_BYTES
 from pagewire.network.families.reading import DTYPES
 from pagewire.network.quantization import METHODS
+from pagewire.network.weight_formats import WeightFormat
 from scheduler_service.api.http.openapi import field_rows
 from scheduler_service.api.http.requests import (
     INERT,
@@ -53,6 +56,7 @@ from scheduler_service.core.sequence import TRANSITIONS, GroupState
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.host.cpu_operations import CpuProducts
+from worker_service.models.layouts import BY_NAME
 from worker_service.models.layouts.gguf import BLOCKS
 from worker_service.models.torch_operations import Operations
 
@@ -318,11 +322,29 @@ def _formats_table() -> str:
             "|---|---|---|",
             f"| safetensors: {', '.join(DTYPES)} | unchanged | unchanged |",
             f"| safetensors: {', '.join(METHODS)} | {kept} |",
+            *(f"| safetensors: {', '.join(names)} | {stored} | {stored} |" for stored, names in _grown_layouts()),
             f"| GGUF: {', '.join(floats)} | unchanged | unchanged |",
             *(f"| GGUF: {', '.join(names)} | {stored} |" for stored, names in codes.items()),
             f"| `--quantization {'`, `'.join(BITS)}` | {quantizing} |",
         ]
     )
+
+
+def _grown_layouts() -> Iterable[tuple[str, list[str]]]:
+    """Return the layouts of safetensors files whose weights need more memory than in the file, by what is stored."""
+    grown = defaultdict(list)
+    for name, layout in BY_NAME.items():
+        if layout.held is None:
+            grown["widened"].append(name)
+            continue
+        kept = WeightFormat(name, layout.held.bits, 1, layout.held.group_size or MEASURED)
+        tensors = layout.stored(kept, MEASURED, MEASURED).values()
+        found = [list(tensor.shapes.items())[-1] for tensor in tensors if not tensor.is_optional]
+        size = sum(math.prod(shapes[0]) * ELEMENT_BYTES[dtype] for dtype, shapes in found)
+        form = layout.stored_format(kept, MEASURED, has_wide_scales="F32" in dict(found))
+        if form is not None and form.num_bytes(MEASURED, MEASURED) > MAX_GROWTH * size:
+            grown[f"{form.bits}-bit codes"].append(name)
+    return grown.items()
 
 
 def _foreign_table(options: Mapping[str, Foreign]) -> str:

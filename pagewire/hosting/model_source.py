@@ -52,6 +52,7 @@ SMALL_FILES = (
     "additional_chat_templates/*.jinja",
     "quantize_config.json",
     "quant_config.json",
+    "hf_quant_config.json",
     "modules.json",
     "*_Pooling/config.json",
     INDEX,

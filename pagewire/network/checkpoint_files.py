@@ -22,7 +22,7 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # bytes per element, by the dtype's name in safetensors
 # Element types that quantised weights are stored in.
 _QUANTISED_BYTES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-_ELEMENT_BYTES = {**FLOAT_BYTES, **_QUANTISED_BYTES}
+ELEMENT_BYTES = {**FLOAT_BYTES, **_QUANTISED_BYTES}
 _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file; the format's own limit
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
@@ -153,7 +153,7 @@ def _parse_entry(file_name: str, entry: Any) -> tuple[TensorHeader, int]:
     dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError
-    if start > end or (dtype in _ELEMENT_BYTES and end - start != math.prod(shape) * _ELEMENT_BYTES[dtype]):
+    if start > end or (dtype in ELEMENT_BYTES and end - start != math.prod(shape) * ELEMENT_BYTES[dtype]):
         raise ValueError
     return TensorHeader(file_name, dtype, shape), end
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError, read_json
+from pagewire.network.quantization_methods.modelopt import modelopt_rules
 from pagewire.network.weight_formats import (
     ANY,
     HEAD,
@@ -35,9 +36,11 @@ _COMPRESSED = {
     "pack-quantized": ("int", (4, 8), False),
     "int-quantized": ("int", (8,), True),
     "float-quantized": ("float", (8,), True),
+    "nvfp4-pack-quantized": ("float", (4,), False),
 }
+_GROUP_SIZES = {"nvfp4-pack-quantized": 16}  # of the formats that have a fixed one
 # With the quant_method to assume if the file does not name one.
-_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 _FIRST_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AWQ's names for these settings
 
 
@@ -57,9 +60,9 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def with_quantization_file(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Return the contents of a checkpoint's config.json with the quantisation settings included. Early GPTQ and AWQ
-    tools stored these settings in a separate file, which is read from the checkpoint directory `path`. Raises
-    CheckpointError if the settings in that file are broken or not supported."""
+    """Return the contents of a checkpoint's config.json with the quantisation settings included. ModelOpt and early
+    GPTQ and AWQ tools stored these settings in a separate file, which is read from the checkpoint directory `path`.
+    Raises CheckpointError if the settings in that file are broken or not supported."""
     name = next((name for name in _FILES if (path / name).is_file()), None)
     if name is None or config.get(SECTION) or config.get("compression_config"):
         return config
@@ -117,7 +120,11 @@ def _compressed_format(section: Mapping[str, Any], group: Mapping[str, Any]) -> 
     is_symmetric = flag(weights, "symmetric", True)
     if kind == "float" and not is_symmetric:
         raise unserved("symmetric", is_symmetric, f"true in {layout}")
-    rows, columns = _compressed_block(weights)
+    if layout in _GROUP_SIZES:
+        size = _GROUP_SIZES[layout]
+        rows, columns = 1, choice(weights, "group_size", size, (size,), f" in {layout}")
+    else:
+        rows, columns = _compressed_block(weights)
     actorder = weights.get("actorder")
     if actorder not in (None, False, "weight", "static", "group", "dynamic"):
         raise unserved("actorder", actorder, "null, weight or group")
@@ -234,6 +241,7 @@ _PARSERS = {
     "gptq": _gptq_rules,
     "fp8": _fp8_rules,
     "mxfp4": _mxfp4_rules,
+    "modelopt": modelopt_rules,
 }
 METHODS = tuple(_PARSERS)
 

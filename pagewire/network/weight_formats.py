@@ -1,5 +1,6 @@
 """The formats of quantised weights, the rules that assign formats to modules, and checks of settings."""
 
+import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -38,12 +39,14 @@ class WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRule:
-    """A rule that assigns a weight format to each linear module of a checkpoint whose name matches a pattern. If
-    `format` is None, these modules are not quantised."""
+    """A rule that assigns a weight format to each linear module of a checkpoint whose name matches a pattern. With
+    `names`, the rule applies to the modules of these names and to the modules in them instead. If `format` is None,
+    these modules are not quantised."""
 
     pattern: re.Pattern[str]
     format: WeightFormat | None
     source: tuple[str, str] = ("", "")  # the key and value of a regular expression given by the checkpoint
+    names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,14 @@ def pattern_rule(key: str, name: str, expression: str, weight_format: WeightForm
         return QuantizationRule(re.compile(rf"^(?:{expression})"), weight_format, (key, name))
     except (re.error, RecursionError, OverflowError) as error:
         raise unserved(key, name, f"a regular expression: {error}") from error
+
+
+def glob_rule(key: str, name: str, weight_format: WeightFormat | None) -> QuantizationRule:
+    """Return the quantisation rule for a module and the modules in it. A name with wildcards means all modules whose
+    whole names match it, as with `fnmatch`. Raises CheckpointError if the name is too long."""
+    if any(character in name for character in "*?["):
+        return pattern_rule(key, name, fnmatch.translate(name), weight_format)
+    return QuantizationRule(ANY, weight_format, names=frozenset((name,)))
 
 
 def group_size_of(section: Mapping[str, Any], default: int = 128) -> int:

@@ -235,6 +235,36 @@ def mxfp4(name: str) -> Case:
     return Case(name, section, draw)
 
 
+# ModelOpt, with the formula of its `NVFP4QTensor.dequantize`
+
+
+E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+
+
+def e2m1_numbers(packed: torch.Tensor) -> torch.Tensor:
+    """Return the 4-bit floats in bytes [rows, bytes], the lower half of each byte first, as [rows, 2 * bytes]."""
+    halves = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1).long()
+    return E2M1[halves & 7] * (1 - 2 * (halves >> 3)).float()
+
+
+def draw_nvfp4(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+    packed = torch.randint(0, 256, (out_size, in_size // 2), generator=generator, dtype=torch.uint8)
+    scale = random_scales(generator, (out_size, in_size // 16), 10, in_size)
+    scale_2 = scale.max() / 400
+    scale = (scale / scale_2).to(E4M3)
+    scales = (scale.float() * scale_2).repeat_interleave(16, dim=1)
+    return {"weight": packed, "weight_scale": scale, "weight_scale_2": scale_2}, e2m1_numbers(packed) * scales
+
+
+def modelopt(name: str, algorithm: str, **more: Any) -> Case:
+    """Return a ModelOpt case. Each format is stored as another tool stores it, except NVFP4."""
+    section = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **more}
+    if algorithm.endswith("NVFP4"):
+        return Case(name, section, draw_nvfp4)
+    channels = {"FP8": None, "FP8_PER_CHANNEL_PER_TOKEN": (1, 1 << 24)}[algorithm]
+    return Case(name, section, fp8(name, channels, "weight_scale").draw)
+
+
 # Suffixes of the modules whose weights are quantised, in all families.
 LINEAR = ("_proj", "lm_head", "c_fc", "query_key_value", "dense", "_to_4h", "_to_h", "Wqkv", ".w1", ".w2", ".w3")
 

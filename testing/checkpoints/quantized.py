@@ -8,9 +8,22 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.mx_utils import compress_mx_scale, decompress_mx_scale
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-from testing.checkpoints.packed import Case, Tensors, awq, compressed_in_order, fp8, gptq, mxfp4, random_scales
+from testing.checkpoints.packed import (
+    Case,
+    Tensors,
+    awq,
+    compressed_in_order,
+    fp8,
+    gptq,
+    modelopt,
+    mxfp4,
+    random_scales,
+)
 
 
 def compressed(name: str, layout: str, scale_dtype: torch.dtype, **arguments: Any) -> Case:
@@ -40,6 +53,41 @@ def compressed(name: str, layout: str, scale_dtype: torch.dtype, **arguments: An
         meant = compressor.decompress({**stored, "weight_scale": scale.float()}, scheme)["weight"]
         assert meant.dtype == torch.float32
         return {kind: tensor.contiguous() for kind, tensor in stored.items()}, meant
+
+    return Case(name, section, draw)
+
+
+def float4(name: str, layout: str, group_size: int) -> Case:
+    """Return a case of 4-bit floats in groups: NVFP4 with a global scale, or MXFP4 with powers of two as scales."""
+    is_nvfp4 = layout == "nvfp4-pack-quantized"
+    strategy = "tensor_group" if is_nvfp4 else "group"
+    args = QuantizationArgs(num_bits=4, type="float", strategy=strategy, group_size=group_size)
+    weights = json.loads(args.model_dump_json())
+    inputs = {**weights, "dynamic": "local" if is_nvfp4 else True}
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+        "ignore": ["lm_head"],
+    }
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        shape = (out_size, in_size // group_size)
+        packed = torch.randint(0, 256, (out_size, in_size // 2), generator=generator, dtype=torch.uint8)
+        numbers = unpack_fp4_from_uint8(packed, out_size, in_size).float()
+        tensors = {"weight_packed": packed}
+        scale = random_scales(generator, shape, 10, in_size)
+        if is_nvfp4:
+            tensors["weight_global_scale"] = (400 / scale.max()).reshape(1)
+            tensors["weight_scale"] = (scale * tensors["weight_global_scale"]).to(torch.float8_e4m3fn)
+            scale = tensors["weight_scale"].float()
+        else:
+            tensors["weight_scale"] = compress_mx_scale(scale, torch.uint8)
+            scale = decompress_mx_scale(tensors["weight_scale"]).float()
+        meant = dequantize(
+            numbers, scale, args=args, dtype=torch.float32, global_scale=tensors.get("weight_global_scale")
+        )
+        return tensors, meant
 
     return Case(name, section, draw)
 
@@ -95,5 +143,9 @@ CASES = [
     awq("AWQ", 16),
     awq("AWQ by channel", -1),
     mxfp4("MXFP4"),
+    float4("NVFP4", "nvfp4-pack-quantized", 16),
+    modelopt("NVFP4 of ModelOpt", "NVFP4", group_size=16, kv_cache_scheme={"type": "float", "num_bits": 8}),
+    modelopt("FP8 of ModelOpt", "FP8"),
+    modelopt("FP8 of ModelOpt by channel", "FP8_PER_CHANNEL_PER_TOKEN"),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}

@@ -18,7 +18,9 @@ QUERIES, DOWN, HEAD = "model.layers.3.self_attn.q_proj", "model.layers.13.mlp.do
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+FLOAT4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 
 
@@ -54,6 +56,13 @@ def test_a_config_without_one_is_not_quantised():
          WeightFormat("gptq_v2", 8, 1, 0, is_symmetric=False, has_act_order=True)),
         (FP8, WeightFormat("fp8", 8, 128, 128, rounds_inputs=True)),
         ({**FP8, "weight_block_size": None}, WeightFormat("fp8", 8, 0, 0, rounds_inputs=True)),
+        (MODELOPT, WeightFormat("nvfp4", 4, 1, 16)),
+        ({**MODELOPT, "quant_algo": "W4A16_NVFP4", "group_size": None}, WeightFormat("nvfp4", 4, 1, 16)),
+        ({**MODELOPT, "quant_algo": "fp8"}, WeightFormat("float-quantized", 8, 0, 0, rounds_inputs=True)),
+        ({**MODELOPT, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+         WeightFormat("float-quantized", 8, 1, 0, rounds_inputs=True)),
+        (compressed(group({**FLOAT4, "strategy": "tensor_group"}), layout="nvfp4-pack-quantized"),
+         WeightFormat("nvfp4-pack-quantized", 4, 1, 16)),
         (compressed(group(INT4)), WeightFormat("pack-quantized", 4, 1, 128)),
         (compressed(group({**INT4, "actorder": "group"})),
          WeightFormat("pack-quantized", 4, 1, 128, has_act_order=True)),
@@ -80,6 +89,12 @@ def test_a_method_has_the_format_that_it_says(section, expected):
         ({**FP8, "ignored_layers": [QUERIES]}, [True, False]),
         ({**GPTQ, "dynamic": {r"-:.*\.13\..*": {}}}, [False, True]),
         ({**GPTQ, "modules_to_not_convert": ["q_proj"]}, [True, False]),
+        ({**MODELOPT, "ignore": ["*.13.mlp*"]}, [False, True]),
+        ({**MODELOPT, "exclude_modules": ["model.layers.3", "model.layers.1"]}, [True, False]),
+        (
+            {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {QUERIES: {"quant_algo": "FP8"}}},
+            [False, True],
+        ),
         (compressed(group(INT4), ignore=[QUERIES]), [True, False]),
         (compressed(group(INT4), ignore=[r"re:.*layers\.13\."]), [False, True]),
         (compressed(group(INT4), ignore=["layers.13"]), [False, False]),
@@ -141,6 +156,20 @@ def test_names_come_before_patterns_and_classes():
         ({**GPTQ, "dynamic": {"x": {"bits": 2}}}, r"bits is 2, but must be 4 or 8 with gptq"),
         ({**FP8, "fmt": "e5m2"}, r'fmt is "e5m2", but must be e4m3'),
         ({**FP8, "weight_block_size": [128]}, r"weight_block_size is \[128\], but must be two whole numbers"),
+        (
+            compressed(group({**FLOAT4, "group_size": 32}), layout="nvfp4-pack-quantized"),
+            r"group_size is 32, but must be 16 in nvfp4-pack-quantized",
+        ),
+        (
+            {**MODELOPT, "quant_algo": "INT4_AWQ"},
+            r'quant_algo is "INT4_AWQ", but must be one of NVFP4, W4A16',
+        ),
+        ({**MODELOPT, "group_size": 32}, r"group_size is 32, but must be 16 with NVFP4"),
+        ({**MODELOPT, "quant_algo": "MIXED_PRECISION"}, r"quantized_layers is null, but must be an object of objects"),
+        (
+            {"quant_method": "modelopt", "quantization": 4},
+            r"quantization is 4, but must be an object with a quant_algo",
+        ),
         (
             compressed(group(INT4), layout="marlin-24"),
             r'format is "marlin-24", but must be one of pack-quantized, int-',

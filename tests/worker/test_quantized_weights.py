@@ -232,6 +232,44 @@ def test_a_file_of_its_own_says_how_weights_are_quantised(tmp_path, name, file, 
         load_config(quantized)
 
 
+def test_a_file_of_modelopt_says_how_weights_are_quantised(tmp_path):
+    quantized, plain = make_quantized(tmp_path, "llama", BY_NAME["NVFP4 of ModelOpt"], seed=18)
+    config = json.loads((quantized / "config.json").read_text())
+    del config["quantization_config"]
+    settings = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head*"]}
+    (quantized / "config.json").write_text(json.dumps(config))
+    file = quantized / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
+    models = [load_model(path, dtype=torch.float32, device=CPU) for path in (quantized, plain)]
+    assert torch.equal(*(compute_logits(model, random_tokens()) for model in models))
+    file.write_text(json.dumps({"quantization": {**settings, "quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(CheckpointError, match=r'hf_quant_config.json: quant_algo is "W4A8_AWQ", but must be'):
+        load_config(quantized)
+
+
+def test_modules_of_one_checkpoint_have_formats_of_their_own(tmp_path):
+    """ModelOpt lists the modules of each format by name, and a mixture of experts has thousands of them."""
+    nvfp4, fp8 = BY_NAME["NVFP4 of ModelOpt"], BY_NAME["FP8 of ModelOpt"]
+    quantized, plain = make_quantized(tmp_path, "qwen3_moe", nvfp4, seed=18)
+    stored, meant = (load_file(path / "model.safetensors") for path in (quantized, plain))
+    generator, layers = torch.Generator().manual_seed(18), {}
+    for name in [name for name in stored if name.endswith(".weight_scale_2")]:
+        module = name.removesuffix(".weight_scale_2")
+        layers[module] = {"quant_algo": "NVFP4", "group_size": 16}
+        if "self_attn" in module:
+            layers[module] = {"quant_algo": "FP8"}
+            del stored[name]
+            tensors, meant[f"{module}.weight"] = fp8.draw(generator, *meant[f"{module}.weight"].shape)
+            stored |= {f"{module}.{kind}": tensor for kind, tensor in tensors.items()}
+    save_file(stored, quantized / "model.safetensors")
+    save_file(meant, plain / "model.safetensors")
+    config = json.loads((quantized / "config.json").read_text())
+    section = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    models = [load_model(path, dtype=torch.float32, device=CPU) for path in (quantized, plain)]
+    assert torch.equal(*(compute_logits(model, random_tokens()) for model in models))
+
+
 def test_both_services_tell_formats_apart_by_their_digest(tmp_path):
     """Different formats of the same model have different digests, which both services compute alike."""
     digests = {}

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
 from pagewire.kernels.weight import StoredFormat, StoredWeight
@@ -47,6 +48,8 @@ def is_found(rule: QuantizationRule, module: str, timeout_s: float) -> bool:
     """Return whether a rule of the checkpoint's quantization_config applies to a module. Raises CheckpointError if the
     rule's regular expression is invalid or takes longer than `timeout_s` seconds to match. The package `regex` is used
     because Python's `re` has no timeout."""
+    if rule.names:
+        return not rule.names.isdisjoint(accumulate(module.split("."), "{}.{}".format))
     if not rule.source[0]:
         return rule.pattern.search(module) is not None
     import regex  # needed only for the checkpoint's own patterns

@@ -1,0 +1,1 @@
+"""Parsers of quantisation methods, one module per tool. `pagewire.network.quantization` lists them."""
