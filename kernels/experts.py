@@ -28,18 +28,33 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
         The ids of the chosen experts, [T, num_chosen] int64 in ascending order, and their weights, [T, num_chosen]
         float32. Among equal scores the lower id is chosen.
     """
-    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
+    scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
     # Ranking by logits gives the same order as the softmax, whose rounding could make different logits equal.
-    ranked = logits if routing.scoring == "softmax" and correction is None else scores
+    ranked = logits if routing.scoring != "sigmoid" and correction is None else scores
     if correction is not None:
         ranked = ranked + correction
     if routing.num_groups > 1:
         ranked = _keep_top_groups(ranked, routing)
-    ids = ranked.sort(descending=True, stable=True).indices[:, : routing.num_chosen].sort().values
+    best = ranked.sort(descending=True, stable=True).indices[:, : routing.num_chosen]
+    if routing.scoring == "sparse_mixer":
+        scores = _mix_sparsely(logits, best, routing.jitter)
+    ids = best.sort().values
     weights = scores.gather(1, ids)
     if routing.renormalizes:
         weights = weights / (weights.sum(1, keepdim=True) + MIN_SUM)
     return ids, weights * routing.factor
+
+
+def _mix_sparsely(logits: Tensor, chosen: Tensor, jitter: float) -> Tensor:
+    """Return the scores [T, num_experts] of SparseMixer, see `ExpertRouting.scoring`. `chosen` [T, num_chosen] has the
+    ids of each token's experts, the best first. Experts that are not chosen get score 0."""
+    left, scores = logits.clone(), torch.zeros_like(logits)
+    for ids in chosen.split(1, dim=1):
+        top = left.gather(1, ids)
+        is_far = (top - left) / left.abs().maximum(top) > 2 * jitter
+        scores.scatter_(1, ids, left.masked_fill(is_far, -torch.inf).softmax(1).gather(1, ids))
+        left.scatter_(1, ids, -torch.inf)
+    return scores
 
 
 def _keep_top_groups(ranked: Tensor, routing: ExpertRouting) -> Tensor:

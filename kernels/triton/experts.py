@@ -45,10 +45,10 @@ _MANY = {2: ProductTile(64, 128, 64, 4, 4), 4: ProductTile(32, 64, 32, 4, 3)}
 
 
 # The compile-time constants of the routing: tokens per program; groups, experts per group, and the next powers of two
-# of both; the number of chosen experts and groups; and how scores become weights.
+# of both; the number of chosen experts and groups; and how logits become scores and weights.
 RoutingShape = namedtuple(
     "RoutingShape",
-    "tile_tokens num_groups group_size padded_groups padded_size num_chosen num_chosen_groups is_softmax renormalizes",
+    "tile_tokens num_groups group_size padded_groups padded_size num_chosen num_chosen_groups scoring renormalizes",
 )
 
 
@@ -107,6 +107,7 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
             weights,
             num_tokens,
             routing.factor,
+            2 * routing.jitter,
             SHAPE=shape,
             enable_fp_fusion=False,
         )
@@ -126,7 +127,7 @@ def routing_shape(routing: ExpertRouting, num_experts: int) -> RoutingShape:
         padded_size,
         routing.num_chosen,
         routing.num_chosen_groups,
-        routing.scoring == "softmax",
+        routing.scoring,
         routing.renormalizes,
     )
 
@@ -263,7 +264,7 @@ def _check_product(x: Tensor, weights: Tensor, assignment: Assignment, biases: T
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: tl.constexpr):
+def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, max_distance, SHAPE: tl.constexpr):
     """Triton kernel that chooses the experts of SHAPE.tile_tokens tokens per program.
 
     A token's scores are in the order of the experts. To get sizes that are powers of two, padding follows the experts
@@ -278,7 +279,8 @@ def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: 
     is_expert = (lines // PADDED_SIZE < SHAPE.num_groups) & (lines % PADDED_SIZE < SHAPE.group_size)
     mask = is_expert & (tokens < num_tokens)
     logit = tl.load(logits.data + tokens * logits.strides[0] + experts, mask=mask, other=0.0)
-    if SHAPE.is_softmax:
+    IS_SIGMOID: tl.constexpr = SHAPE.scoring == "sigmoid"
+    if not IS_SIGMOID:
         logit = tl.where(is_expert, logit, float("-inf"))
         powers = tl.exp(logit - tl.max(logit, axis=1)[:, None])
         scores = tl.div_rn(powers, tl.zeros_like(powers) + tl.sum(powers, axis=1)[:, None])
@@ -286,7 +288,7 @@ def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: 
         scores = tl.div_rn(tl.full(logit.shape, 1.0, tl.float32), 1.0 + tl.exp(-logit))
     ranked = scores
     if correction is None:
-        if SHAPE.is_softmax:  # rank by logits: rounding in softmax could make different logits equal
+        if not IS_SIGMOID:  # rank by logits: rounding in softmax could make different logits equal
             ranked = logit
     else:
         ranked += tl.load(correction + experts, mask=is_expert, other=0.0)
@@ -301,6 +303,8 @@ def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: 
         ranked = tl.reshape(tl.where(is_chosen[:, :, None], of_groups, float("-inf")), [TILE_TOKENS, PADDED_EXPERTS])
 
     is_chosen = _choose(ranked, experts, is_expert, SHAPE.num_chosen)
+    if SHAPE.scoring == "sparse_mixer":
+        scores = _mix_sparsely(logit, ranked, experts, is_expert, max_distance, SHAPE.num_chosen)
     if SHAPE.renormalizes:
         totals = tl.sum(tl.where(is_chosen, scores, 0.0), axis=1) + _MIN_SUM
         scores = tl.div_rn(scores, tl.zeros_like(scores) + totals[:, None])
@@ -308,6 +312,21 @@ def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: 
     mask = is_chosen & (tokens < num_tokens)
     tl.store(ids + places, (experts + tl.zeros_like(places)).to(tl.int64), mask=mask)
     tl.store(weights + places, scores * factor, mask=mask)
+
+
+@triton.jit
+def _mix_sparsely(left, ranked, experts, is_left, max_distance, NUM_CHOSEN: tl.constexpr):
+    """Return the scores of SparseMixer, see `ExpertRouting.scoring`. `left` are the logits. Scores of experts that are
+    not among the NUM_CHOSEN highest of `ranked` are 0."""
+    scores = tl.zeros_like(left)
+    for _ in range(NUM_CHOSEN):
+        is_best = _choose(ranked, experts, is_left, 1)
+        top = tl.sum(tl.where(is_best, left, 0.0), axis=1)[:, None]
+        is_far = tl.div_rn(top - left, tl.maximum(tl.abs(left), top)) > max_distance
+        total = tl.sum(tl.where(is_far, 0.0, tl.exp(left - top)), axis=1)[:, None]
+        scores = tl.where(is_best, tl.div_rn(tl.full(left.shape, 1.0, tl.float32), tl.zeros_like(left) + total), scores)
+        left, is_left = tl.where(is_best, float("-inf"), left), is_left & ~is_best
+    return scores
 
 
 @triton.jit

@@ -311,11 +311,14 @@ def embed(name: str, vocab_size: int, width: int, factor: float = 1.0) -> Embed:
     return Embed("x", Table(name, vocab_size, width), None, factor)
 
 
-def lm_head(name: str, hidden_size: int, vocab_size: int, factor: float = 1.0, softcap: float = 0.0) -> LmHead:
+def lm_head(
+    name: str, hidden_size: int, vocab_size: int, factor: float = 1.0, softcap: float = 0.0, *, has_bias: bool = False
+) -> LmHead:
     """Return the operation that converts final hidden states to logits. With tensor parallelism, the vocabulary is
     split among the ranks and padded, so that every rank computes the same number of logits."""
     rows = Share.of(vocab_size, 1, "tokens", is_padded=True)
-    return LmHead("normed", Projection((Part(name, rows),), Share.of(hidden_size), gives_float32=True), factor, softcap)
+    head = Projection((Part(name, rows),), Share.of(hidden_size), has_bias, gives_float32=True)
+    return LmHead("normed", head, factor, softcap)
 
 
 def activation(function: Activation, *, is_gated: bool = True, alpha: float = 1.0, limit: float = 0.0) -> Activate:

@@ -22,7 +22,9 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     divisors: tuple[float, ...] = ()  # [rotary_size / 2], any type; divisors of the frequencies; empty: not divided
-    short_divisors: tuple[float, ...] = ()  # replace divisors if no sequence is longer than the original length
+    # These two replace divisors and attention_factor if no sequence is longer than the original length.
+    short_divisors: tuple[float, ...] = ()
+    short_attention_factor: float = 1.0
     # The share of a head's values that is rotated, from its start; the other values stay as they are.
     rotary_share: float = 1.0
     is_interleaved: bool = False  # the checkpoint pairs neighbouring values, instead of values of the two halves
@@ -51,7 +53,8 @@ class RopeConfig:
         because cached keys are already rotated before the final length of a sequence is known."""
         if not self.short_divisors or max_model_len > self.original_max_position_embeddings:
             return self
-        return replace(self, divisors=self.short_divisors, short_divisors=())
+        scale = self.short_attention_factor
+        return replace(self, divisors=self.short_divisors, short_divisors=(), attention_factor=scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ FAMILIES = (
     "dots1",
     "olmo",
     "falcon",
+    "phimoe",
 )
 
 DECODER = {
@@ -151,6 +152,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "olmo": {**PLAIN_HEADS, "clip_qkv": 1.0},
     "falcon": {"vocab_size": 151, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "phimoe": {**DECODER, "num_local_experts": 4, "router_jitter_noise": 0.3},
     "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mpt": {
         **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
@@ -161,6 +163,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8, "gpt_oss": 4, "glm4_moe": 8} | {
     "minimax_m2": 8,
     "dots1": 8,
+    "phimoe": 4,
 }
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 

@@ -166,6 +166,7 @@ QWEN3_30B = Layer(64, 128, ExpertRouting(8), 2048, 768, torch.bfloat16)
 MIXTRAL = Layer(64, 8, ExpertRouting(2), 4096, 3584, torch.bfloat16)  # a quarter of the columns
 GPT_OSS = Layer(64, 32, ExpertRouting(4), 2880, 2880, torch.bfloat16, has_bias=True)
 DEEPSEEK_V3 = ExpertRouting(8, "sigmoid", True, 2.5, 8, 4)
+PHI_MOE = ExpertRouting(2, "sparse_mixer", False, jitter=0.2)
 _TOKENS = (1, 7, 64, 1000, 4096)
 
 
@@ -177,6 +178,7 @@ def device_cases() -> Iterator[DeviceCase]:
         (ExpertRouting(8), 128),
         (ExpertRouting(2), 8),
         (ExpertRouting(8, "softmax", False), 60),
+        (PHI_MOE, 16),
     ):
         for is_tied in (False, True):
             arguments = (
@@ -252,13 +254,14 @@ def compile_cases() -> Iterator[CompileCase]:
     for routing, num_experts, correction in (
         *((ExpertRouting(8), 128, None), (ExpertRouting(10, "softmax", False), 512, None)),
         *((ExpertRouting(4, "sigmoid"), 60, "*fp32"), (DEEPSEEK_V3, 256, "*fp32")),
+        (PHI_MOE, 16, None),
     ):
         yield CompileCase(
             f"routing of tokens, {routing} of {num_experts}",
             experts._choose_kernel,
             {
                 **{"logits": strided("fp32", 2), "correction": correction, "ids": "*i64", "weights": "*fp32"},
-                **{"num_tokens": "i32", "factor": "fp32"},
+                **{"num_tokens": "i32", "factor": "fp32", "max_distance": "fp32"},
             },
             {"SHAPE": experts.routing_shape(routing, num_experts)},
         )

@@ -37,6 +37,7 @@ ROUTINGS = (
     ExpertRouting(4, scoring="sigmoid", num_groups=8, num_chosen_groups=2),
     ExpertRouting(2, num_groups=4, num_chosen_groups=3),
     ExpertRouting(2, num_groups=24, num_chosen_groups=2),  # of one expert each
+    ExpertRouting(3, "sparse_mixer", renormalizes=False, jitter=0.1),
 )
 NUM_EXPERTS = 24
 

@@ -31,7 +31,7 @@ BESIDE = {
     "transformers_version", "initializer_range", "output_router_logits", "router_aux_loss_coef",
     "quantization_config", "text_config", "vision_config",
 }  # fmt: skip
-DROPOUT = re.compile("drop|pdrop|jitter")  # no dropout in evaluation
+DROPOUT = re.compile("drop|input_jitter")  # no dropout in evaluation
 # Fields that MPT's own code reads and transformers does not: see docs/models.md.
 OWN_CODE = {("mpt", "no_bias"), ("mpt", "expansion_ratio")}
 VALUES: dict[str, list[Any]] = {

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from testing.checkpoints.families import make_checkpoint
 from testing.models import load_model
@@ -49,6 +50,18 @@ def test_one_product_writes_the_logits_where_they_are_wanted(tmp_path, monkeypat
     torch.testing.assert_close(out, expected_logits(family, hidden, head_of(model)), rtol=1e-6, atol=1e-6)
     assert torch.equal(fresh, out)
     assert buffer[5:].isnan().all()
+
+
+@torch.inference_mode()
+def test_a_bias_of_the_head_is_added(tmp_path, monkeypatch):
+    path = make_checkpoint(tmp_path, "phimoe", seed=9, lm_head_bias=True)
+    with float32_products(monkeypatch):
+        model = load_model(path, dtype=torch.bfloat16, device=CPU)
+        hidden = random_hidden(10, 3, torch.bfloat16)
+        logits = model.compute_logits(hidden, torch.full((3, 151), torch.nan))
+    head = load_file(path / "model.safetensors")
+    weight, bias = (head[f"lm_head.{kind}"].bfloat16().float() for kind in ("weight", "bias"))
+    torch.testing.assert_close(logits, hidden.float() @ weight.t() + bias, rtol=1e-6, atol=1e-6)
 
 
 @torch.inference_mode()

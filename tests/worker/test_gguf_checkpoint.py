@@ -133,7 +133,8 @@ def test_phi3_has_its_factors_in_tensors(tmp_path: Path, original: int) -> None:
     assert ours.rope.divisors == tuple(rope["long_factor" if original < 128 else "short_factor"])
     factor = expected.rope.attention_factor  # a file stores it in float32
     assert ours.rope.attention_factor == pytest.approx(factor, rel=1e-7)
-    exact = with_ropes(ours.operations, lambda of_layer: dataclasses.replace(of_layer, attention_factor=factor))
+    factors = {"attention_factor": factor, "short_attention_factor": factor}
+    exact = with_ropes(ours.operations, lambda of_layer: dataclasses.replace(of_layer, **factors))
     assert dataclasses.replace(ours, operations=exact) == expected
 
 

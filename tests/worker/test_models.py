@@ -80,6 +80,14 @@ def longrope(original, share=1.0):
     return {**settings, "original_max_position_embeddings": original, "max_position_embeddings": 128}
 
 
+def phimoe_longrope(original):
+    """Return settings with equal factors for all lengths: transformers computes with the short factors only."""
+    scales = {"short_mscale": 1.1, "long_mscale": 1.3, "original_max_position_embeddings": original}
+    factors = [1.0 + 0.2 * i for i in range(8)]
+    settings = rope("longrope", short_factor=factors, long_factor=factors, **scales)
+    return {**settings, "max_position_embeddings": 128}
+
+
 SPREAD = {"head_dim": 24, "num_key_value_heads": 1}  # heads whose rotated part is three quarters of a power of two
 SLIDING, FULL = "sliding_attention", "full_attention"
 KINDS = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
@@ -144,6 +152,8 @@ VARIANTS = [
     ("olmo", {"clip_qkv": None, "attention_bias": True, **TIED}),
     ("falcon", {"multi_query": False, "bias": True, "parallel_attn": False, "tie_word_embeddings": False}),
     ("falcon", {"ffn_hidden_size": 80, "num_attention_heads": 2}),
+    ("phimoe", {**phimoe_longrope(128), "attention_bias": True, "lm_head_bias": True, "sliding_window": 12}),
+    ("phimoe", {**phimoe_longrope(32), "num_key_value_heads": 1, "router_jitter_noise": 0.05, **TIED}),
     ("bloom", {"n_head": 7, "hidden_size": 56, "tie_word_embeddings": False}),
     ("mpt", {"n_heads": 5, "d_model": 80, "attn_config": {}, "tie_word_embeddings": False}),
     ("mpt", {"n_heads": 1, "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.4}}),
@@ -306,6 +316,8 @@ def test_bfloat16_is_within_its_rounding_of_transformers(load_model, tmp_path, f
     Any rounding may change the choice of experts, so all experts are chosen.
     """
     chosen = {"num_experts_per_tok": NUM_EXPERTS[family]} if family in NUM_EXPERTS else {}
+    if family == "phimoe":  # both experts get weight 1
+        chosen = {"num_local_experts": 2, "router_jitter_noise": 1e-6}
     if family in ("glm4_moe", "dots1"):
         chosen["topk_group"] = 4
     path = make_checkpoint(tmp_path, family, seed=12, dtype="bfloat16", **chosen)
@@ -637,7 +649,7 @@ def test_positions_served(tmp_path):
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("llama", {"architectures": ["PhimoeForCausalLM"]}, r"e PhimoeForCausalLM is not supported; docs/models\.md"),
+        ("llama", {"architectures": ["MambaForCausalLM"]}, r"e MambaForCausalLM is not supported; docs/models\.md"),
         ("llama", {"architectures": None, "model_type": "bert"}, r'none \(model_type "bert"\) is not supported'),
         ("llama", {"is_causal": False}, r"is_causal is false, but must be true"),
         ("llama", {"architectures": ["X"], "auto_map": {"AutoModel": "x.X"}}, r"e X is not .*own code \(auto_map"),

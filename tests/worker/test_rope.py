@@ -90,6 +90,18 @@ def test_frequencies_are_those_of_transformers(seed: int) -> None:
     assert model.serving(None) == model.serving(MAX_SIZE), "by default for as many positions as there are"
 
 
+@pytest.mark.parametrize(("length", "factor", "divisor"), [(32, 1.1, 2.0), (33, 1.3, 3.0)])
+def test_phi_moe_has_a_factor_for_each_list(length: int, factor: float, divisor: float) -> None:
+    lists = {"short_factor": [2.0] * 16, "long_factor": [3.0] * 16, "short_mscale": 1.1, "long_mscale": 1.3}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 32, **lists}
+    fields: dict[str, Any] = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
+    config = transformers.PhimoeConfig(**fields, rope_parameters=rope, hidden_size=128, num_attention_heads=4)
+    model = parse_config({**config.to_dict(), "num_key_value_heads": 4, "architectures": ["PhiMoEForCausalLM"]})
+    served = model.serving(length).rope
+    assert served is not None
+    assert (served.attention_factor, served.divisors) == (factor, (divisor,) * 16)
+
+
 @pytest.mark.parametrize("config", SCALINGS, ids=lambda config: f"{config.rope_type} {config.theta:g}")
 def test_tables_are_rounded_once(config: RopeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own functions, whose first call may be inaccurate, are not used."""

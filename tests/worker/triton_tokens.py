@@ -35,7 +35,7 @@ SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
     "smollm3": {**HEADS_OF_32, "num_hidden_layers": 2, "no_rope_layer_interval": 2},
     "olmo3": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_moe": {**HEADS_OF_32, "num_hidden_layers": 2, "mlp_only_layers": [0]},
-    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe"), ONE_LAYER),
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "phimoe"), ONE_LAYER),
 }
 
 

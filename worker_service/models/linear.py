@@ -87,8 +87,8 @@ class Linear(nn.Module):
         return self.product(x)
 
     def multiply_to_float32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return x W^T in float32, used for logits: [T, in_size] -> [T, sum(out_sizes)]. The result is written to the
-        dense tensor `out`, or to new memory if `out` is None."""
+        """Return x W^T + b in float32, used for logits: [T, in_size] -> [T, sum(out_sizes)]. The result is written to
+        the dense tensor `out`, or to new memory if `out` is None."""
         assert self.product is not None
         return self.product.to_float32(x, out)
 

@@ -40,9 +40,8 @@ class Product(ABC):
         """Return x W^T + b for activations x: [T, in_size] -> [T, out_size]."""
 
     def to_float32(self, x: Tensor, out: Tensor | None) -> Tensor:
-        """Return x W^T in float32. If the weight layout permits, the result is not rounded to the model's dtype first.
-        The layer must have no bias. The result is written to the dense tensor `out`, or to new memory if `out` is
-        None."""
+        """Return x W^T + b in float32. If the weight layout permits, the result is not rounded to the model's dtype
+        first. The result is written to the dense tensor `out`, or to new memory if `out` is None."""
         values = self(x)
         return values.float() if out is None else out.copy_(values)
 
@@ -67,7 +66,8 @@ class DenseProduct(Product):
             return Product.to_float32(self, x, out)
         if out is None:
             out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
-        return torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
+        product = torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
+        return product if self.bias is None else product.add_(self.bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

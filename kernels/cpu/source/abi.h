@@ -62,7 +62,7 @@ typedef struct {
   int64_t group_size;           // a multiple of the layer's group_size, or in_size
 } held_weight;
 
-typedef enum { SCORING_SOFTMAX, SCORING_SIGMOID } scoring_function;  // turns logits into scores
+typedef enum { SCORING_SOFTMAX, SCORING_SIGMOID, SCORING_SPARSE_MIXER } scoring_function;  // turns logits into scores
 
 typedef struct {
   int64_t num_experts, num_chosen;
@@ -70,6 +70,7 @@ typedef struct {
   int64_t renormalizes;  // whether weights are divided by their sum
   int64_t num_groups, num_chosen_groups;
   float factor;             // multiplies the final weights
+  float jitter;             // of SPARSE_MIXER
   // [num_experts], added to the scores when experts are chosen, but not to their weights; or NULL
   const float* correction;
 } expert_routing;

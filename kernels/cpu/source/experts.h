@@ -67,6 +67,20 @@ INLINE void sort_ids(int32_t* ids, int64_t num) {
   }
 }
 
+// Sets the scores of the chosen experts. ids: [num_chosen], the best first. left: the logits; overwritten.
+static void mix_sparsely(const expert_routing* c, const int32_t* ids, float* left, float* scores) {
+  for (int64_t nth = 0; nth < c->num_chosen; nth++) {
+    const float top = left[ids[nth]];
+    float sum = 0.0f;
+    for (int64_t i = 0; i < c->num_experts; i++) {
+      const int is_far = (top - left[i]) / fmaxf(fabsf(left[i]), top) > 2.0f * c->jitter;
+      sum += is_far ? 0.0f : expf(left[i] - top);
+    }
+    scores[ids[nth]] = 1.0f / sum;
+    left[ids[nth]] = -INFINITY;
+  }
+}
+
 // logits: [num_experts]. routes: the token's routes.
 static NOINLINE void route_tokens(const expert_routing* c, const float* logits, float* routes) {
   float padded[MAX_EXPERTS], scores[MAX_EXPERTS], ranks[MAX_EXPERTS];
@@ -76,13 +90,14 @@ static NOINLINE void route_tokens(const expert_routing* c, const float* logits, 
     padded[i] = i < c->num_experts ? logits[i] : -INFINITY;
   score_experts(c, padded, scores);
   // The softmax is monotonic, but rounding could make the scores of different logits equal.
-  const float* ranked = c->scoring == SCORING_SOFTMAX && !c->correction ? padded : scores;
+  const float* ranked = c->scoring != SCORING_SIGMOID && !c->correction ? padded : scores;
   for (int64_t i = 0; i < c->num_experts; i++) {
     const float rank = ranked[i] + (c->correction ? c->correction[i] : 0.0f);
     ranks[i] = isnan(rank) ? INFINITY : rank;  // a NaN is chosen, so that it reaches the output
   }
   if (c->num_groups > 1) choose_groups(c, ranks);
   rank_highest(ranks, c->num_experts, c->num_chosen, ids, weights);
+  if (c->scoring == SCORING_SPARSE_MIXER) mix_sparsely(c, ids, padded, scores);
   sort_ids(ids, c->num_chosen);
   float sum = MIN_SUM;
   for (int64_t i = 0; i < c->num_chosen; i++) sum += weights[i] = scores[ids[i]];

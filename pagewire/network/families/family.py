@@ -231,6 +231,7 @@ class TextConfig:
         embedding_factor: float = 1.0,
         logits_factor: float = 1.0,
         softcap: float = 0.0,
+        head_bias: bool = False,
         ignored: str = "",
     ) -> Network:
         """Return a model that consists of a token embedding, transformer layers, a final norm and an LM head, with
@@ -241,7 +242,7 @@ class TextConfig:
             for at in range(self.num_layers):
                 yield from layers(at, f"model.layers.{at}")
             yield norm("model.norm")
-            yield lm_head("lm_head", self.hidden_size, self.vocab_size, logits_factor, softcap)
+            yield lm_head("lm_head", self.hidden_size, self.vocab_size, logits_factor, softcap, has_bias=head_bias)
 
         return self.network(operations(), ignored)
 

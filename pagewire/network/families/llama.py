@@ -22,9 +22,8 @@ from pagewire.network.families.positions import (
     SLIDING,
     read_equal_windows,
     read_layer_types,
-    read_longrope,
     read_rope,
-    rope_settings,
+    read_rope_of_phi,
     sliding_window,
 )
 from pagewire.network.families.reading import (
@@ -121,14 +120,7 @@ def _layers_with_rope(config: JsonObject) -> list[bool]:
 
 
 def _read_phi3(config: JsonObject, architecture: str) -> Network:
-    settings = rope_settings(config, default_share=1.0)
-    rope_type = settings.get("rope_type") or settings.get("type") or "default"
-    if rope_type in ("longrope", "su", "yarn"):  # transformers reads all three names as LongRoPE
-        ropes = read_longrope(config, settings, head_dim_of(config))
-    elif rope_type == "default":
-        ropes = read_rope(config, default_share=1.0)
-    else:
-        raise unserved("rope_type", rope_type, "default or longrope")
+    ropes = read_rope_of_phi(config, head_dim_of(config), default_share=1.0)
     windows = read_equal_windows(config, default_window=None)
     text = TextConfig.read(config, architecture, ropes=ropes, windows=windows, default_eps=1e-5)
     norm, mlp = text.norm(), text.mlp()

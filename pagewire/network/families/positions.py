@@ -193,24 +193,47 @@ def sliding_window(config: JsonObject, default: int | None = 4096) -> int:
     return positive(config, "sliding_window", default)
 
 
-def read_longrope(config: JsonObject, rope: JsonObject, head_dim: int) -> Ropes:
+def read_rope_of_phi(
+    config: JsonObject,
+    head_dim: int,
+    default_theta: float = 10_000.0,
+    default_share: float | None = None,
+    scale_keys: tuple[str, str] = ("attention_factor", "attention_factor"),
+) -> Ropes:
+    """Read the rope settings of Phi models from config.json. These models have default rope or LongRoPE. Return the
+    settings of each layer, and the model's number of positions. `scale_keys` are the keys of LongRoPE's attention
+    factors, for sequences up to the original length and for longer ones."""
+    settings = rope_settings(config, default_theta, default_share)
+    rope_type = settings.get("rope_type") or settings.get("type") or "default"
+    if rope_type in ("longrope", "su", "yarn"):  # transformers reads all three names as LongRoPE
+        share = _read_share(config, settings, default_share)
+        return _read_longrope(config, {"rope_theta": default_theta, **settings}, head_dim, share, scale_keys)
+    if rope_type != "default":
+        raise unserved("rope_type", rope_type, "default or longrope")
+    return read_rope(config, default_theta=default_theta, default_share=default_share)
+
+
+def _read_longrope(
+    config: JsonObject, rope: JsonObject, head_dim: int, share: float, scale_keys: tuple[str, str]
+) -> Ropes:
     """Read the settings of LongRoPE (Ding et al., 2024, https://arxiv.org/abs/2402.13753) from config.json. Return the
     rope settings of each layer, and the model's number of positions. LongRoPE has one list of factors for sequences up
-    to the original length, and another list for longer sequences (see `RopeConfig.serving`). Both lists use the
-    attention factor of the full extension."""
+    to the original length, and another list for longer sequences (see `RopeConfig.serving`). By default, both lists use
+    the attention factor of the full extension."""
     num_positions = positive(config, "max_position_embeddings")
-    share = read_partial_rotary_factor(config, rope, "partial_rotary_factor", 1.0)
     short = _read_factors(rope, "short_factor", int(head_dim * share) // 2)
     original = positive(config, ORIGINAL, _LONGROPE_ORIGINAL)
     if rope.get(ORIGINAL) not in (None, original):
         raise unserved(f"rope_parameters.{ORIGINAL}", rope[ORIGINAL], f"{original}, the same as {ORIGINAL}")
     factor = number(rope, "factor", num_positions / original)
-    attention_factor = number(rope, "attention_factor", _longrope_attention_factor(factor, original))
+    default_scale = _longrope_attention_factor(factor, original)
+    short_scale, long_scale = (number(rope, key, default_scale) for key in scale_keys)
     is_stretched = num_positions > original
     read = RopeConfig(
-        theta=number(rope, "rope_theta", 10_000.0),
+        theta=number(rope, "rope_theta"),
         original_max_position_embeddings=original if is_stretched else 0,
-        attention_factor=attention_factor,
+        attention_factor=long_scale if is_stretched else short_scale,
+        short_attention_factor=short_scale,
         divisors=_read_factors(rope, "long_factor", len(short)) if is_stretched else short,
         short_divisors=short if is_stretched else (),
         rotary_share=share,

@@ -7,7 +7,7 @@ import torch
 
 from pagewire.kernels.triton import experts
 from pagewire.network.expert_routing import ExpertRouting
-from testing.kernel_checks.experts import Layer, check_layer, check_product, check_routing
+from testing.kernel_checks.experts import PHI_MOE, Layer, check_layer, check_product, check_routing
 
 GROUPED = ExpertRouting(4, "sigmoid", True, 2.5, num_groups=3, num_chosen_groups=2)
 LAYER = Layer(5, 8, ExpertRouting(2), 40, 24)
@@ -21,11 +21,13 @@ LAYER = Layer(5, 8, ExpertRouting(2), 40, 24)
         (60, ExpertRouting(4, renormalizes=False)),
         (5, ExpertRouting(5, factor=0.5)),
         (9, ExpertRouting(1, "sigmoid")),
+        (16, PHI_MOE),
         (24, GROUPED),
         (4, ExpertRouting(2, "sigmoid", num_groups=4, num_chosen_groups=2)),  # groups of one
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered in divide")  # of equal logits
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("has_correction", [False, True])
 def test_routing(device, num_experts, routing, is_tied, has_correction):

@@ -146,7 +146,7 @@ _OF_MODEL_TYPE = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
-    **dict.fromkeys(("mistral", "mistral3", "ministral3", "mixtral", "phi3", "minimax_m2"), PLAIN.name),
+    **dict.fromkeys(("mistral", "mistral3", "ministral3", "mixtral", "phi3", "phimoe", "minimax_m2"), PLAIN.name),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "granite", "granitemoehybrid", "olmo2", "olmo3"), PLAIN.name),
     **dict.fromkeys(("ernie4_5", "stablelm"), PLAIN.name),
 }
