@@ -30,6 +30,8 @@ class Scoring:
             and softcap do not change it. It is included in the sum of the softmax (gpt-oss,
             https://arxiv.org/abs/2508.10925; after Xiao et al., "Efficient Streaming Language Models with Attention
             Sinks", 2023, https://arxiv.org/abs/2309.17453). None means no sinks.
+        is_bidirectional: whether a query also attends to later positions of its row: all of them, or with a window as
+            many as before it. Only the C kernels support it, and not together with ALiBi.
     """
 
     scale: float
@@ -37,6 +39,7 @@ class Scoring:
     alibi_slopes: Tensor | None = None
     softcap: float = 0.0
     sinks: Tensor | None = None
+    is_bidirectional: bool = False
 
 
 class Selection(NamedTuple):

@@ -63,8 +63,8 @@ def paged_attention(
     scoring: Scoring,
     selection: Selection | None = None,
 ) -> Tensor:
-    """Compute causal attention of S rows (one running sequence each) over one layer's paged KV cache, which already
-    contains the keys and values of the new tokens.
+    """Compute attention of S rows (one running sequence each) over one layer's paged KV cache, which already contains
+    the keys and values of the new tokens. The attention is causal unless `scoring.is_bidirectional` is set.
 
     Row i has tokens query_start_loc[i] to query_start_loc[i + 1] of the batch; they are the last of its seq_lens[i]
     positions. With a window, a query at position q attends only to positions q - window + 1 to q. Three kinds of
@@ -105,6 +105,8 @@ def paged_attention(
             scores = torch.einsum("qgd,nd->gqn", groups[start:end, head], keys) * scoring.scale
             distances = query_positions[:, None] - positions  # [queries, N]
             own_sinks = None if sinks is None else sinks[head]
+            if scoring.is_bidirectional:
+                distances = distances.abs()
             weights = attention_weights(scores, distances, window, slopes[head], scoring.softcap, own_sinks)
             output[start:end, head] = torch.einsum("gqn,nd->qgd", weights, values)
     return output.flatten(1, 2).to(query.dtype)

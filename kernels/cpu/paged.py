@@ -121,6 +121,7 @@ def cache_step(
         key_strides=key_cache.stride()[:3],
         value_strides=value_cache.stride()[:3],
         window=scoring.window,
+        is_bidirectional=scoring.is_bidirectional,
         scale=scoring.scale,
         softcap=scoring.softcap,
         alibi_slopes=scoring.alibi_slopes,

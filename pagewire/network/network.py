@@ -26,6 +26,8 @@ class Network:
     dtype: str  # the checkpoint's dtype; float32 if it names none
     quantization: Quantization | None = None  # the quantisation of the checkpoint's weights
     ignored: str = ""  # pattern of tensor names that this model does not use, in addition to the family's pattern
+    # Every token attends to all tokens of its sequence, as in embedding models; a window then extends to both sides.
+    is_bidirectional: bool = False
 
     @property
     def layers(self) -> tuple[AttentionHeads, ...]:
@@ -46,9 +48,10 @@ class Network:
     @property
     def sliding_window(self) -> int:
         """The largest sliding window of any layer, in tokens. This is the number of positions that a query attends to,
-        including its own position. The value is 0 if at least one layer attends to all preceding positions."""
+        including its own position. The value is 0 if at least one layer attends to all preceding positions, or if the
+        model is bidirectional."""
         windows = [heads.window for heads in self.layers]
-        return max(windows) if all(windows) else 0
+        return max(windows) if all(windows) and not self.is_bidirectional else 0
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:

@@ -54,18 +54,23 @@ class Admission:
         """Apply the limits of a newly connected worker to all later requests.
 
         A sequence may be at most as long as the model allows. It must also fit into the worker's KV cache blocks. If
-        the pool can hold a whole sliding window, only the model's length counts.
+        the pool can hold a whole sliding window, only the model's length counts. A prompt of a bidirectional model must
+        fit into one step.
         """
         own, capacity, cache = self._own, worker.capacity, worker.cache
         max_tokens = min(own.max_sequence_tokens, capacity.max_model_len)
         if not cache.window or cache.room.num_chunk_blocks(1) > capacity.num_device_blocks:
             max_tokens = min(max_tokens, capacity.num_device_blocks * capacity.block_size + 1)
+        reason, num_step_tokens = _describe_pool(cache), min(own.num_step_tokens, capacity.max_num_batched_tokens)
+        if capacity.is_bidirectional and num_step_tokens < max_tokens - 1:
+            max_tokens = num_step_tokens + 1
+            reason = f"this model computes a prompt in one step, of --max-num-batched-tokens {num_step_tokens}"
         self.limits = RequestLimits(
             max_tokens,
-            min(own.num_step_tokens, capacity.max_num_batched_tokens),
+            num_step_tokens,
             worker.rows.slots.num_slots,
             capacity.grammar_version,
-            f" ({_describe_pool(cache)})" if max_tokens < own.max_sequence_tokens else "",
+            f" ({reason})" if max_tokens < own.max_sequence_tokens else "",
             partial(_lacks_blocks, cache),
         )
 

@@ -187,10 +187,13 @@ class RowAllocator:
         """Return the prefix cache hit with which a waiting request would start now. The hit may be empty.
 
         Return None if the request cannot start now: the worker has too few free slots or blocks, the plan's message is
-        full, or the request should wait until cached blocks are loaded.
+        full, the step has too few tokens left for a prompt that must be computed whole, or the request should wait
+        until cached blocks are loaded.
         """
         state, worker, cache, sequence = self._state, self._worker, self._worker.cache, group.rowless_sequences[0]
         if worker.rows.slots.num_free < group.num_first_slots or not builder.can_open(sequence):
+            return None
+        if worker.capacity.is_bidirectional and sequence.num_tokens > builder.num_free_tokens:
             return None
         is_alone = not state.running and not state.loading
         if not is_alone and self._lacking[0] is group and cache.pool.num_free <= self._lacking[1]:

@@ -223,11 +223,11 @@ class Scheduler:
         decoding sequences too much.
 
         If any sequence decodes, prompts may make the step at most `max_decode_slowdown` times as long as a decode step.
-        If none decodes, the step may be longer, up to a fixed factor. Without this option, or before the worker's speed
-        is measured, only the limit on tokens in a step applies.
+        If none decodes, the step may be longer, up to a fixed factor. Without this option, before the worker's speed is
+        measured, or if prompts are computed whole, only the limit on tokens in a step applies.
         """
         num_step_tokens, max_slowdown = self._admission.limits.num_step_tokens, self._options.max_decode_slowdown
-        if max_slowdown is None:
+        if max_slowdown is None or worker.capacity.is_bidirectional:
             return num_step_tokens
         if not len(worker.rows.decoding):
             max_slowdown = max(max_slowdown, _MAX_SLOWDOWN_OF_NONE)
@@ -303,7 +303,7 @@ class Scheduler:
         cache = CacheManager(
             capacity,
             num_step_tokens=min(self._admission.limits.num_step_tokens, capacity.max_num_batched_tokens),
-            enable_prefix_caching=self._options.enable_prefix_caching,
+            enable_prefix_caching=self._options.enable_prefix_caching and not capacity.is_bidirectional,
             watermark=self._options.watermark,
         )
         cost = CostModel(PreemptionMode(self._options.preemption), capacity.block_bytes, capacity.swap_bandwidth)

@@ -192,8 +192,9 @@ def parse_request(
     _check_text(prompt, model)
     parsed = ParsedRequest(request, prompt, add_special_tokens, truncation, default_max_tokens=default_max_tokens)
     if options is not None:
-        if model.lacks_head:
-            raise invalid("sampling", f"{', '.join(model.architectures)} generates no text; ask for embeddings")
+        if model.only_embeds:
+            names = ", ".join(model.architectures)
+            raise invalid("sampling", f"this checkpoint of {names} generates no text; ask for embeddings")
         return _with_sampling(parsed, options, model)
     if model.embedding.refusal:
         raise invalid("embed", model.embedding.refusal)

@@ -102,14 +102,23 @@ async def test_embeddings_are_neither_sampled_nor_detached(checkpoint: Path) -> 
         assert (response.finish_reason, response.text) == (pb.FINISH_REASON_STOP, "")
 
 
-async def test_a_model_without_head_embeds_and_generates_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"architectures": ["Qwen3Model"]}, "Qwen3Model"),
+        ({"architectures": ["Qwen2ForCausalLM"], "is_causal": False}, "Qwen2ForCausalLM"),
+    ],
+)
+async def test_a_model_that_only_embeds_generates_nothing(
+    tmp_path: Path, settings: dict[str, object], reason: str
+) -> None:
     path = make_checkpoint(tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3Model"]}))
+    (path / "config.json").write_text(json.dumps({**config, **settings}))
     async with serve(path) as stack:
         assert len((await stack.stub.Embed(embed_request(PROMPT))).embedding) > 0
         error = await failure_of(anext(aiter(stack.stub.Generate(request(PROMPT)))), grpc.StatusCode.INVALID_ARGUMENT)
-        assert error.details() == "Qwen3Model generates no text; ask for embeddings"
+        assert error.details() == f"this checkpoint of {reason} generates no text; ask for embeddings"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 No token is generated, and interruptions do not change the embedding.
 """
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,35 @@ def test_blocks_of_an_embedding_are_reused():
         system.run()
         assert system.ended[other].num_cached_tokens == 16
         assert system.tokens[other] == system.expected(other)
+
+
+@poolings
+@pytest.mark.parametrize("limits", [{}, {"max_decode_slowdown": 1.0, "policy": "agent"}])
+def test_prompts_of_a_bidirectional_model_are_computed_whole_and_never_cached(pooling, limits):
+    system = System(budget=20, num_blocks=12, **limits)
+    system.capacity = replace(system.capacity, is_bidirectional=True)
+    early = add(system, prompt_of(21, 1), pooling)
+    system.join()
+    assert system.ends.pop(early) is EndReason.NO_LONGER_FITS
+    assert "in one step, of --max-num-batched-tokens 20" in system.ended[early].message
+    rng = random.Random(3)
+    ids = [add(system, prompt_of(rng.choice([1, 12, 19, 20])), pooling) for _ in range(30)]
+    lengths = {}
+    while len(system.ends) < len(ids):
+        plan = system.plan()
+        for opening in () if plan is None else plan.openings:
+            assert opening.num_computed_tokens == 0
+            lengths[opening.slot] = len(opening.token_ids)
+        for slot, num_tokens in () if plan is None else zip(plan.work_slots, plan.work_num_tokens, strict=True):
+            assert num_tokens in (0, lengths[slot])
+        if plan is None:
+            system.complete()
+        system.scheduler.check()
+    for sequence_id in ids:
+        assert_embedded(system, sequence_id)
+        assert system.ended[sequence_id].num_cached_tokens == 0
+    with pytest.raises(AdmissionError, match=r"this server allows 21 \(this model computes a prompt in one step, of"):
+        add(system, prompt_of(21), pooling)
 
 
 @poolings

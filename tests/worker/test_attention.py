@@ -111,6 +111,14 @@ def test_chunks_longer_than_the_window(window):
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("window", [0, 1, 31])
+def test_whole_prompts_attend_in_both_directions(window, softcap):
+    lengths = [(0, num_queries) for num_queries in (300, 1, 2, 33, 32)]
+    rows = Rows(random.Random(11), lengths, block_size=16, num_heads=4, num_kv_heads=2, head_dim=32)
+    check(rows, windows=(window, 0), is_bidirectional=True, softcap=softcap)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("slopes", [(), (0.5, 0.1, 0.02, 1.0)], ids=str)
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_slopes_and_sinks_and_softcaps_of_heads(has_sinks, slopes, softcap):

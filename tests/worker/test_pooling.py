@@ -84,8 +84,8 @@ def test_a_checkpoint_without_head(tmp_path: Path, family: str) -> None:
     (prompt,) = random_prompts(22, [40])
     (found,) = embed(load(tmp_path / "bare", dtype="float32"), [(prompt, Pooling.LAST)], 2048)
     assert np.frombuffer(found, "<f4") == pytest.approx(expected_embedding(whole, prompt, Pooling.LAST), abs=2e-6)
-    assert read_model_info(str(tmp_path / "bare")).lacks_head
-    assert not read_model_info(str(tmp_path / "whole")).lacks_head
+    assert read_model_info(str(tmp_path / "bare")).only_embeds
+    assert not read_model_info(str(tmp_path / "whole")).only_embeds
 
 
 def test_embeddings_share_steps_with_rows_of_every_kind(checkpoints: dict[str, Path]) -> None:
@@ -115,6 +115,35 @@ def test_embeddings_share_steps_with_rows_of_every_kind(checkpoints: dict[str, P
     together = run(range(5))
     for slot in range(5):
         assert run([slot])[slot] == together[slot]
+
+
+BIDIRECTIONAL = {
+    "qwen2": {"is_causal": False},
+    "gemma3_text": {"use_bidirectional_attention": True, "sliding_window": 20},
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("family", BIDIRECTIONAL)
+def test_tokens_of_bidirectional_models_attend_to_later_tokens(tmp_path: Path, family: str, backend: str) -> None:
+    path = make_checkpoint(tmp_path, family, seed=9)
+    causal = load(path, dtype="float32")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | BIDIRECTIONAL[family]))
+    worker = load(path, dtype="float32", attention_backend=backend)
+    model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
+    rows = [(prompt, pooling) for prompt in random_prompts(23, (1, 2, 17, 64, 300)) for pooling in POOLINGS]
+    together = embed(worker, rows, 2048)
+    for (prompt, pooling), found, other in zip(rows, together, embed(causal, rows, 2048), strict=True):
+        numbers = np.frombuffer(found, "<f4")
+        assert numbers == pytest.approx(expected_embedding(model, prompt, pooling), abs=2e-6)
+        assert len(prompt) == 1 or abs(numbers - np.frombuffer(other, "<f4")).max() > 1e-3, "computed causally"
+    assert [embed(worker, [row], 2048)[0] for row in rows] == together, "other bits alone"
+    assert worker.ready.is_bidirectional
+    with pytest.raises(WorkerProtocolError, match="slot 0 is to compute 60 of 64 tokens; this model's tokens attend"):
+        embed(worker, rows[6:7], 60)
+    info = read_model_info(str(path))
+    assert info.only_embeds
 
 
 def opening(sampling: SamplingParams, num_computed_tokens: int = 0) -> RowOpening:

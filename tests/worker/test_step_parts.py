@@ -158,6 +158,26 @@ def test_parts_keep_the_order_of_blocks(first_seed: int) -> None:
     assert num_cut > 300
 
 
+def test_rows_that_must_be_computed_whole_are_not_cut() -> None:
+    num_given_up = 0
+    for seed in range(200):
+        memory = Memory(seed)
+        parts = run_in_parts(
+            memory.working_rows(),
+            memory.compute,
+            is_out_of_memory=lambda error: isinstance(error, MemoryError),
+            free_memory=memory.free,
+            give_up=memory.give_up,
+            cuts_rows=False,
+        )
+        computed = {slot: place for part in parts for slot, place in part.result.items()}
+        assert sum(len(part.result) for part in parts) == len(computed), "each row is in one part"
+        whole = {slot: (row.start, row.end) for slot, row in memory.rows.items() if slot not in memory.given_up}
+        assert computed == whole
+        num_given_up += len(memory.given_up)
+    assert num_given_up > 50
+
+
 def test_memory_that_suffices_costs_nothing() -> None:
     memory = Memory(1)
     memory.max_tokens, memory.stubborn, memory.max_failures = 1000, {}, 0

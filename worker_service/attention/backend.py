@@ -35,6 +35,7 @@ class AttentionShape:
     softcap: float = 0.0  # limits scores to softcap * tanh(score / softcap); 0: no limit
     alibi_slopes: tuple[float, ...] = ()  # [num_heads], see `Scoring`; empty: no ALiBi
     has_sinks: bool = False  # whether layers pass `Scoring.sinks`
+    is_bidirectional: bool = False  # whether queries attend to later positions, too; see `Scoring`
 
     def scoring(self, window: int, device: torch.device) -> Scoring:
         """Return the scale, soft cap, window and ALiBi slopes for the attention of layers with this window size.
@@ -43,7 +44,7 @@ class AttentionShape:
         """
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         slopes = torch.tensor(self.alibi_slopes, device=device) if self.alibi_slopes else None
-        return Scoring(scale, window, slopes, self.softcap)
+        return Scoring(scale, window, slopes, self.softcap, is_bidirectional=self.is_bidirectional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,8 @@ class AttentionBackend(Protocol):
         """Prepare the attention of one step and return the function that each layer of the model calls.
 
         `kv_cache` has one entry per layer. The returned function writes a layer's new keys and values to the KV cache,
-        then attends causally over the cache. All writes come before all reads, so a row may read blocks that another
-        row of the same step fills. Layers count from 0. The query is not yet scaled.
+        then attends over the cache, causally unless the shape is bidirectional. All writes come before all reads, so a
+        row may read blocks that another row of the same step fills. Layers count from 0. The query is not yet scaled.
 
         Two kinds of cache positions may hold NaN: positions that belong to no row of the step, and positions before the
         window of a row's first query in every layer. Blocks at such positions may belong to other sequences.
@@ -144,6 +145,7 @@ class Capability:
     max_groups: int = ANY.stop  # query heads that share a KV head
     block_sizes: range = ANY
     supports_sinks: bool = True
+    supports_bidirectional: bool = False
 
     def check(self, shape: AttentionShape, device: torch.device) -> None:
         """Raise UnavailableError if the attention backend does not support `shape` or `device`.
@@ -180,6 +182,8 @@ class Capability:
             )
         if shape.has_sinks and not self.supports_sinks:
             raise self._error("does not support attention sinks, which the model uses")
+        if shape.is_bidirectional and not self.supports_bidirectional:
+            raise self._error("attends causally, and the model's tokens attend to later tokens, too", "use torch")
         if device.type == "cuda":
             self._check_gpu(shape, device)
 

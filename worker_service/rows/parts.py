@@ -41,13 +41,15 @@ def run_in_parts(
     is_out_of_memory: Callable[[Exception], bool],
     free_memory: Callable[[], None],
     give_up: Callable[[WorkingRows], None],
+    cuts_rows: bool = True,
 ) -> list[StepPart[R]]:
     """Compute a step at once if memory suffices, else split it in halves. Return the computed parts.
 
-    `rows` are the sequences of the step. A half that does not fit is split again, down to one token of one sequence. If
-    one token does not fit even after `free_memory`, its sequence fails. `give_up` receives all remaining tokens of the
-    failed sequence in this step, before any sequence that may read them is computed. Errors other than those that
-    `is_out_of_memory` recognizes are raised. Invariant: `compute` changes nothing when it raises.
+    `rows` are the sequences of the step. A half that does not fit is split again, down to one token of one sequence, or
+    without `cuts_rows` to one sequence. If that does not fit even after `free_memory`, its sequence fails. `give_up`
+    receives all remaining tokens of the failed sequence in this step, before any sequence that may read them is
+    computed. Errors other than those that `is_out_of_memory` recognizes are raised. Invariant: `compute` changes
+    nothing when it raises.
     """
     given_up: list[int] = []
     parts: list[StepPart[R]] = []
@@ -59,14 +61,14 @@ def run_in_parts(
             if not len(part.slots):
                 continue
         outcome = _attempt(part, compute, is_out_of_memory)
-        is_single = int(part.num_new_tokens.sum()) == 1
+        is_single = int(part.num_new_tokens.sum() if cuts_rows else len(part.slots)) == 1
         if outcome is None:
             free_memory()
             outcome = _attempt(part, compute, is_out_of_memory) if is_single else None
         if outcome is not None:
             parts.append(outcome)
         elif not is_single:
-            first, second = _halve(part)
+            first, second = _halve(part, cuts_rows)
             waiting += [second, first]
         else:
             slot = int(part.slots[0])
@@ -94,16 +96,20 @@ def _attempt(
         return None
 
 
-def _halve(rows: WorkingRows) -> tuple[WorkingRows, WorkingRows]:
+def _halve(rows: WorkingRows, cuts_rows: bool) -> tuple[WorkingRows, WorkingRows]:
     """Split the sequences of a step that does not fit into memory into two parts with half of the tokens each.
 
     Sequences are ordered by the position of their first token in the step. If the middle falls inside a sequence, both
-    parts compute some of its tokens. The sequence samples in the second part, which contains its last token.
+    parts compute some of its tokens. The sequence samples in the second part, which contains its last token. Without
+    `cuts_rows`, such a sequence is in the second part, unless it is the only one before the middle.
     """
     by_start = rows.take(np.lexsort((rows.slots, rows.starts)))
     before = np.cumsum(by_start.num_new_tokens) - by_start.num_new_tokens
     middle = int(by_start.num_new_tokens.sum()) // 2
     num_first = np.clip(middle - before, 0, by_start.num_new_tokens)
+    if not cuts_rows:
+        last = max(middle, by_start.num_new_tokens[0])
+        num_first = np.where(before + by_start.num_new_tokens <= last, by_start.num_new_tokens, 0)
     num_second = by_start.num_new_tokens - num_first
     first = WorkingRows(by_start.slots, by_start.starts, num_first, by_start.samples & (num_second == 0))
     second = WorkingRows(by_start.slots, by_start.starts + num_first, num_second, by_start.samples)

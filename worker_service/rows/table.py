@@ -40,6 +40,7 @@ class TableLimits:
     num_device_blocks: int  # usable ones; ids are 1..num_device_blocks
     vocab_size: int
     sliding_window: int = 0  # positions that any layer reads back, including the query's own; 0: all
+    is_bidirectional: bool = False  # tokens attend to later tokens, too: a step computes all tokens of a row
 
     @property
     def max_num_blocks(self) -> int:
@@ -349,6 +350,14 @@ class SequenceTable:
             _check_ends(slots, ends, num_tokens, "tokens")
             _check_ends(slots, ends, num_positions, "positions in its blocks")
             _check_ends(slots, ends, np.full_like(ends, limits.max_model_len), "positions by max_model_len")
+        if limits.is_bidirectional:
+            _refuse_any(
+                num_new_tokens != num_tokens,
+                lambda i: (
+                    f"slot {slots[i]} is to compute {num_new_tokens[i]} of {num_tokens[i]} tokens; this model's "
+                    "tokens attend to later tokens, so a step computes all of them"
+                ),
+            )
         are_plain = bool((self.sampling.is_plain[slots] & ~self.has_failed[slots]).all())
         return WorkingRows(slots, starts, num_new_tokens, ends == num_tokens, are_plain)
 

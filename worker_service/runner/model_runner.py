@@ -190,6 +190,7 @@ class ModelRunner:
             is_out_of_memory=self._is_out_of_memory,
             free_memory=torch.cuda.empty_cache,
             give_up=self._give_up,
+            cuts_rows=not self.table.limits.is_bidirectional,
         )
         if parts and parts[0].rows is rows:
             return parts[0].result

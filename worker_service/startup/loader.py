@@ -184,6 +184,7 @@ def attention_shape(network: Network, block_size: int, dtype: torch.dtype, cache
         softcap=heads.softcap,
         alibi_slopes=heads.alibi_slopes,
         has_sinks=network.has_sinks,
+        is_bidirectional=network.is_bidirectional,
     )
 
 
@@ -314,6 +315,7 @@ class _RunnerParts:
             num_device_blocks=cache.num_device_blocks,
             vocab_size=self.network.vocab_size,
             sliding_window=self.network.sliding_window,
+            is_bidirectional=self.network.is_bidirectional,
         )
         table = SequenceTable(limits, gates_grammars=self.streams is not None)
         if self.streams is None:
@@ -348,6 +350,7 @@ class _RunnerParts:
             weight_bytes=self.weight_bytes,
             grammar_version=grammar_version,
             gates_grammars=self.streams is not None,
+            is_bidirectional=self.network.is_bidirectional,
             tables_digest=self.model.tables_digest(self.alibi_slopes),
         )
 

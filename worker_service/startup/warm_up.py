@@ -171,7 +171,8 @@ def _max_num_tokens(limits: TableLimits) -> int:
 def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
     """Return whether a warm-up step with these sequences stays within the worker's limits.
 
-    The limits are the number of sequences, KV cache blocks, new tokens, and the length of a sequence.
+    The limits are the number of sequences, KV cache blocks, new tokens, and the length of a sequence. Prompts of a
+    bidirectional model are computed whole.
     """
     num_blocks = sum(row.num_blocks(limits.block_size) for row in rows)
     return (
@@ -179,6 +180,7 @@ def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
         and num_blocks <= limits.num_device_blocks
         and sum(row.num_new for row in rows) <= limits.max_num_batched_tokens
         and all(row.num_tokens <= limits.max_model_len for row in rows)
+        and all(row.num_tokens == row.num_new for row in rows if limits.is_bidirectional)
     )
 
 

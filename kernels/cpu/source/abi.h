@@ -32,6 +32,7 @@ typedef struct {
   int64_t key_strides[3], value_strides[3];  // of a block, a position and a head
   int64_t query_token_stride, fresh_key_token_stride, fresh_value_token_stride;
   int64_t window, num_threads;
+  int64_t is_bidirectional;  // queries also see later positions of their row, with a window as many as before them
   float scale, softcap;
 } attention_step;
 

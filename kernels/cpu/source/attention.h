@@ -92,7 +92,7 @@ static void PAGED(attend_span)(PAGED(reader)* r, tile* t, int64_t first, float* 
       HELD(load_scales)(&head, at);
 #endif
       PAGED(score)(&head, at, packed);
-      weigh_scores(r->step, &head, first);
+      weigh_scores(r->step, r->work, &head, first);
       HELD(weigh_values)(&head, at->values, after->keys);
     }
   }

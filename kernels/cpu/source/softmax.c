@@ -150,11 +150,11 @@ INLINE void weigh_row(tile* t, int m, const shape* s) {
 }
 
 // `first`: the first position of the tile.
-SHARED void weigh_scores(const attention_step* step, tile* t, int64_t first) {
+SHARED void weigh_scores(const attention_step* step, const item* work, tile* t, int64_t first) {
   shape s = {.scale = step->scale, .softcap = step->softcap};
   for (int m = 0; m < t->num_rows; m++) {
     const int64_t position = t->positions[m];
-    const int64_t begin = first_visible(step, position) - first, end = position + 1 - first;
+    const int64_t begin = first_visible(step, position) - first, end = last_visible(step, work->row, position) + 1 - first;
     t->begins[m] = begin > t->begin ? (int32_t)(begin < TILE_POSITIONS ? begin : TILE_POSITIONS) : t->begin;
     t->ends[m] = end < t->end ? (int32_t)(end > 0 ? end : 0) : t->end;
     if (t->begins[m] >= t->ends[m]) continue;
@@ -185,7 +185,7 @@ SHARED void merge_span(const attention_step* step, const item* work, int64_t beg
   for (int m = 0; m < work->num_pairs * work->num_kv_heads; m++) {
     const int64_t position = query_position(step, work->row, work->first_pair + m % work->num_pairs);
     const int64_t first = first_visible(step, position);
-    if (position < begin || first >= end) continue;
+    if (last_visible(step, work->row, position) < begin || first >= end) continue;
     if (first < begin) {
       merge_row(merged, span, m, stride);
     } else {

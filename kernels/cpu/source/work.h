@@ -138,6 +138,12 @@ INLINE int64_t first_visible(const attention_step* step, int64_t position) {
   return step->window > 0 && position >= step->window ? position - step->window + 1 : 0;
 }
 
+INLINE int64_t last_visible(const attention_step* step, int64_t row, int64_t position) {
+  if (!step->is_bidirectional) return position;
+  const int64_t last = step->seq_lens[row] - 1, seen = position + step->window - 1;
+  return step->window > 0 && seen < last ? seen : last;
+}
+
 INLINE int64_t num_spans(int64_t start, int64_t end) {
   return start < end ? (end - 1) / SPAN_POSITIONS - start / SPAN_POSITIONS + 1 : 0;
 }
@@ -223,7 +229,7 @@ static int64_t list_items(const attention_step* step, work_list* list, const cut
       const int64_t num = num_pairs - first < TILE_ROWS ? num_pairs - first : TILE_ROWS;
       item whole = {.row = (int32_t)row, .first_pair = first, .num_pairs = (int32_t)num};
       whole.start = first_visible(step, query_position(step, row, first));
-      whole.end = query_position(step, row, first + num - 1) + 1;
+      whole.end = last_visible(step, row, query_position(step, row, first + num - 1)) + 1;
       whole.num_kv_heads = (int32_t)item_kv_heads(c, num_pairs);
       for (int64_t kv_head = 0; kv_head < step->num_kv_heads; kv_head += whole.num_kv_heads) {
         whole.kv_head = (int32_t)kv_head;

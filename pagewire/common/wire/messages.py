@@ -320,6 +320,7 @@ class WorkerCapacity:
     tables_digest: str = ""  # SHA-256 of the tables computed from the model's configuration at load time
     weight_format: str = ""  # a description
     weight_bytes: int = 0  # the memory of the model's weights
+    is_bidirectional: bool = False  # tokens attend to later tokens, too: prompts are computed whole, and never cached
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ To add a family, define a `Family` at module level in a file of this package, an
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pkgutil import iter_modules, resolve_name
 from typing import Any
 
@@ -14,7 +15,7 @@ from pagewire.common.gguf import shown
 from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError
 from pagewire.network.families.family import Family
 from pagewire.network.families.llama import LLAMA
-from pagewire.network.families.reading import JsonObject, check_names, expect, unserved
+from pagewire.network.families.reading import JsonObject, check_names, flag, unserved
 from pagewire.network.network import Network
 
 _MULTIMODAL = "ForConditionalGeneration"
@@ -47,10 +48,13 @@ def parse_config(config: JsonObject) -> Network:
     or require something that is not supported."""
     architecture = _architecture(config)
     check_names(config)
-    expect(config, "is_causal", True)  # of embedding models whose tokens attend to later tokens, too
     if lacks_head(config):
         config = {**config, "tie_word_embeddings": True}
     network = BY_ARCHITECTURE[architecture].parse(config, architecture)
+    if not flag(config, "is_causal", True):
+        if network.heads.alibi_slopes or any(heads.window for heads in network.layers):
+            raise unserved("is_causal", False, "true for a model with sliding windows or ALiBi")
+        network = replace(network, is_bidirectional=True)
     heads, rope = network.heads, network.rope
     if heads.num_heads % heads.num_kv_heads:
         raise unserved("num_key_value_heads", heads.num_kv_heads, f"a divisor of {heads.num_heads} attention heads")
@@ -73,6 +77,14 @@ def lacks_head(config: JsonObject) -> bool:
     such architectures; they cannot generate text."""
     named = config.get("architectures")
     return isinstance(named, list) and bool(named) and next(_known_architectures(config), None) not in (None, *named)
+
+
+def only_embeds(config: JsonObject) -> bool:
+    """Return whether a config.json describes a model that makes embeddings and cannot generate text. It has no LM head,
+    or its tokens attend to later tokens, too."""
+    settings, _ = text_settings(config)
+    is_bidirectional = settings.get("is_causal") is False or settings.get("use_bidirectional_attention") is True
+    return is_bidirectional or lacks_head(config)
 
 
 def _architecture(config: JsonObject) -> str:

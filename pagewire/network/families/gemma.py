@@ -8,6 +8,7 @@ sliding-window layers use a different rope base.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pagewire.network.blocks import activation, layer
 from pagewire.network.families.family import Family, TextConfig, inside, norms_of
@@ -16,6 +17,7 @@ from pagewire.network.families.reading import (
     JsonObject,
     attention_biases,
     expect,
+    flag,
     num_layers_of,
     number,
     number_or_none,
@@ -60,7 +62,6 @@ def _read(
         activation_key="hidden_activation",
         activations=("gelu_pytorch_tanh",),
     )
-    _check_direction(config)
     norm, mlp, scale = text.norm(adds_one=True), text.mlp(), number(config, "query_pre_attn_scalar", 256) ** -0.5
     how = {**attention_biases(config), "norm_adds_one": True, "qk_norm": "none" if ropes is None else "head"}
 
@@ -89,6 +90,7 @@ def _softcaps(config: JsonObject, of_scores: float, of_logits: float) -> tuple[f
 
 
 def _read_gemma2(config: JsonObject, architecture: str) -> Network:
+    _check_direction(config)
     _, windows = read_windows(config, [FULL if layer % 2 else SLIDING for layer in range(num_layers_of(config))])
     return _read(config, architecture, windows, None, _softcaps(config, 50.0, 30.0))
 
@@ -97,6 +99,9 @@ def _read_gemma3(config: JsonObject, architecture: str) -> Network:
     interval = positive(config, "sliding_window_pattern", 6)
     kinds = [FULL if (layer + 1) % interval == 0 else SLIDING for layer in range(num_layers_of(config))]
     layer_types, windows = read_windows(config, kinds)
+    is_bidirectional = flag(config, "use_bidirectional_attention", False)
+    if is_bidirectional:  # the setting counts the positions on both sides
+        windows = tuple(window // 2 + 1 if window else 0 for window in windows)
     thetas = {FULL: 1_000_000.0, SLIDING: number(config, "rope_local_base_freq", 10_000.0)}
     ropes, _ = read_ropes_by_kind(config, layer_types, thetas, shares_theta=False)
     # max_position_embeddings already includes the rope scaling.
@@ -104,7 +109,8 @@ def _read_gemma3(config: JsonObject, architecture: str) -> Network:
     softcaps = _softcaps(config, 0.0, 0.0)
     if softcaps[0]:
         raise unserved("attn_logit_softcapping", softcaps[0], "null: Gemma 3 normalizes heads instead")
-    return _read(config, architecture, windows, (ropes, num_positions), softcaps)
+    network = _read(config, architecture, windows, (ropes, num_positions), softcaps)
+    return replace(network, is_bidirectional=is_bidirectional)
 
 
 GEMMA = Family(

@@ -20,7 +20,7 @@ from pagewire.common.gguf import (
 )
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_digest, settings_of
 from pagewire.common.wire.messages import SamplingParams
-from pagewire.network.families import lacks_head, text_settings
+from pagewire.network.families import only_embeds, text_settings
 from pagewire.network.families.reading import HIDDEN_SIZE, MAX_SIZE
 from scheduler_service.serving.checkpoint.chat_template import (
     ChatTemplate,
@@ -60,7 +60,7 @@ class ModelInfo:
     embedding: PoolingChoice  # how embeddings are pooled
     tokenizer_class: str = ""  # the class of transformers, from the tokenizer's files
     hidden_size: int = 0  # the length of an embedding; 0: not in the configuration
-    lacks_head: bool = False  # the model makes embeddings, but generates no text
+    only_embeds: bool = False  # the model makes embeddings, but generates no text
 
     @property
     def grammar_end_token_ids(self) -> tuple[int, ...]:
@@ -193,7 +193,7 @@ def _model_info(
 ) -> ModelInfo:
     """Build the properties of a model from its parsed files. `end_token_id` is the tokenizer's end token; the end
     tokens of the other files apply too. Raise ValueError if a setting is invalid."""
-    headless = lacks_head(config)
+    is_embedder = only_embeds(config)
     config, length_key = text_settings(config)
     vocab_size = _positive(config, "vocab_size", config_path)
     # The end tokens are in generation_config.json, or else in config.json. The tokenizer's end token is added to them.
@@ -223,7 +223,7 @@ def _model_info(
         tokenizer_class=str(tokenizer.config.get("tokenizer_class") or tokenizer.settings.kind.name)
         if tokenizer
         else "",
-        lacks_head=headless,
+        only_embeds=is_embedder,
         hidden_size=next((config[key] for key in HIDDEN_SIZE if is_whole(config.get(key))), 0),
     )
 

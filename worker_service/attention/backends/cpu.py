@@ -17,6 +17,7 @@ _BFLOAT16 = Capability(
     dtypes=(torch.float32, torch.bfloat16),
     cache_dtypes=EIGHT_BITS,
     head_dims=range(1, MAX_HEAD_DIM + 1),
+    supports_bidirectional=True,
 )
 _FLOAT32 = replace(_BFLOAT16, cache_dtypes=(torch.bfloat16, torch.float16, *EIGHT_BITS))
 

@@ -2,7 +2,8 @@
 
 A step's rows fall into three kinds. Each kind uses the cheapest method that torch has for it:
 
-- The first chunk of a prompt attends to its own new keys and values and reads no cache.
+- The first chunk of a prompt attends to its own new keys and values and reads no cache. So does a whole prompt of a
+  bidirectional model.
 - A later chunk gathers its context once per layer. It attends under a mask on a CPU, and without a mask on a GPU.
 - Decoding rows of similar length are padded to one group, then gathered and attended together.
 
@@ -38,7 +39,7 @@ MIN_GROUP_FILL = 0.75
 MAX_FREE_PADDING = 64
 
 
-_CAPABILITY = Capability("torch", ("cpu", "cuda"))
+_CAPABILITY = Capability("torch", ("cpu", "cuda"), supports_bidirectional=True)
 _ON_A_CPU = replace(_CAPABILITY, cache_dtypes=EIGHT_BITS)
 
 
@@ -72,7 +73,8 @@ class TorchAttention:
         caches = [(TokenRows(keys), TokenRows(values)) for keys, values in kv_cache]
         windows = self._shape.windows
         steps = [_Step.of(batch, kv_cache[0][0], window, self._shape.dtype) for window in sorted(set(windows))]
-        parts = {step.window: [*_first_chunks(step), *_later_chunks(step), *_decode_groups(step)] for step in steps}
+        divide = _whole_prompts if self._shape.is_bidirectional else _causal_parts
+        parts = {step.window: divide(step) for step in steps}
         block_size = steps[0].block_size
         written = steps[0].cache_rows(batch.slot_mapping // block_size, batch.slot_mapping % block_size)
 
@@ -229,9 +231,36 @@ class _DecodeGroup:
         return attended.flatten(1, 2)
 
 
+@dataclass(frozen=True, slots=True)
+class _WholePrompt:
+    """All tokens of one sequence of a bidirectional model. They attend to one another and read no KV cache."""
+
+    tokens: slice
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_rows: TokenRows,
+        value_rows: TokenRows,
+        scoring: Scoring,
+    ) -> Tensor:
+        queries, keys, values = query[self.tokens], key[self.tokens], value[self.tokens]
+        reach, num_together = scoring.window - 1 if scoring.window else len(keys), len(keys)
+        if not _is_plain(scoring) or reach < len(keys) - 1:
+            num_together = max(1, min(MAX_CHUNK_QUERIES, MAX_SCORES // (query.shape[1] * len(keys))))
+        outputs = []
+        for start in range(0, len(keys), num_together):
+            seen = slice(max(0, start - reach), start + num_together + reach)
+            chunk = queries[start : start + num_together]
+            outputs.append(_attend_chunk(chunk, keys[seen], values[seen], None, scoring, start - seen.start))
+        return torch.cat(outputs)
+
+
 # Some rows of a step that attend together. `tokens` selects their tokens in the flat batch. `attend` returns [number of
 # tokens, num_heads, head_dim], computed from a layer's new tensors and the layer's cache.
-_Part = _FirstChunk | _LaterChunk | _DecodeGroup
+_Part = _FirstChunk | _LaterChunk | _DecodeGroup | _WholePrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +316,14 @@ class _Step:
         positions = (first + torch.arange(num_positions, device=device)).minimum(last)
         blocks = self.block_tables[torch.tensor(rows, device=device)].gather(1, positions // self.block_size)
         return self.cache_rows(blocks, positions % self.block_size).flatten()
+
+
+def _whole_prompts(step: _Step) -> list[_Part]:
+    return [_WholePrompt(step.tokens(row)) for row in range(len(step.lengths))]
+
+
+def _causal_parts(step: _Step) -> list[_Part]:
+    return [*_first_chunks(step), *_later_chunks(step), *_decode_groups(step)]
 
 
 def _first_chunks(step: _Step) -> list[_Part]:
@@ -359,8 +396,11 @@ def _decode_group(step: _Step, rows: list[int]) -> _DecodeGroup:
     return _DecodeGroup(tokens, step.positions(rows, lengths[0]), last_positions, mask, is_even)
 
 
-def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Compute the attention of one sequence's last Q tokens over N positions.
+def _attend_chunk(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring, first: int | None = None
+) -> Tensor:
+    """Compute the attention of Q tokens of one sequence over N positions. The queries begin at position `first`, or are
+    the last ones if it is None.
 
     `query` is [Q, num_heads, head_dim], `key` and `value` are [N, num_kv_heads, head_dim]. Return the output in the
     shape of `query`.
@@ -370,14 +410,17 @@ def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     queries = query.unflatten(1, (num_kv_heads, num_groups)).permute(1, 2, 0, 3)  # [num_kv_heads, G, Q, head_dim]
     keys = key.transpose(0, 1)[:, None].expand(-1, num_groups, -1, -1)  # [num_kv_heads, G, N, head_dim], not copied
     values = value.transpose(0, 1)[:, None].expand(-1, num_groups, -1, -1)
-    # whether causality is the only restriction
-    is_causal = len(query) == len(key) and (not scoring.window or len(key) <= scoring.window)
-    if _is_plain(scoring) and (is_causal or mask is not None):
+    # whether causality, or none in a bidirectional model, is the only restriction
+    is_unmasked = len(query) == len(key) and (not scoring.window or len(key) <= scoring.window)
+    if _is_plain(scoring) and (is_unmasked or mask is not None):
+        is_causal = mask is None and not scoring.is_bidirectional
         attended = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scoring.scale
+            queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scoring.scale
         )
     else:
         positions = torch.arange(len(key), device=key.device)
-        distances = positions[len(key) - len(query) :, None] - positions
+        first = len(key) - len(query) if first is None else first
+        distances = positions[first : first + len(query), None] - positions
+        distances = distances.abs() if scoring.is_bidirectional else distances
         attended = _attend_scored(queries, keys, values, scoring, distances, (num_kv_heads, num_groups, 1, 1))
     return attended.permute(2, 0, 1, 3).flatten(1, 2)

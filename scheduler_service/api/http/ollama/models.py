@@ -49,7 +49,7 @@ async def show_model(request: OllamaShowRequest, admission: CallAdmission, intak
     request names another model."""
     admission.check_model(request.name or None)
     model, family = intake.model, intake.model.model_type or "general"
-    capabilities = [] if model.lacks_head else ["completion"]
+    capabilities = [] if model.only_embeds else ["completion"]
     info = {
         "general.architecture": model.model_type,
         "general.basename": model.name,

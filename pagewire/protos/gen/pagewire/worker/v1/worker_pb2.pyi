@@ -89,7 +89,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pipeline_depth: _Optional[int] = ...) -> None: ...
 
 class WorkerCapacity(_message.Message):
-    __slots__ = ("worker_id", "model_digest", "vocab_size", "max_model_len", "block_size", "num_device_blocks", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "attention_backend", "num_host_blocks", "swap_bandwidth", "sliding_window", "tensor_parallel_rank", "tensor_parallel_size", "quantization", "grammar_version", "gates_grammars", "tables_digest", "weight_format", "weight_bytes")
+    __slots__ = ("worker_id", "model_digest", "vocab_size", "max_model_len", "block_size", "num_device_blocks", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "attention_backend", "num_host_blocks", "swap_bandwidth", "sliding_window", "tensor_parallel_rank", "tensor_parallel_size", "quantization", "grammar_version", "gates_grammars", "tables_digest", "weight_format", "weight_bytes", "is_bidirectional")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class WorkerCapacity(_message.Message):
     TABLES_DIGEST_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_BIDIRECTIONAL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model_digest: bytes
     vocab_size: int
@@ -136,7 +137,8 @@ class WorkerCapacity(_message.Message):
     tables_digest: str
     weight_format: str
     weight_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., model_digest: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., sliding_window: _Optional[int] = ..., tensor_parallel_rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., quantization: _Optional[str] = ..., grammar_version: _Optional[str] = ..., gates_grammars: bool = ..., tables_digest: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+    is_bidirectional: bool
+    def __init__(self, worker_id: _Optional[str] = ..., model_digest: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., sliding_window: _Optional[int] = ..., tensor_parallel_rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., quantization: _Optional[str] = ..., grammar_version: _Optional[str] = ..., gates_grammars: bool = ..., tables_digest: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., is_bidirectional: bool = ...) -> None: ...
 
 class WorkerStarting(_message.Message):
     __slots__ = ("doing",)
