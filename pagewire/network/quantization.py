@@ -160,7 +160,7 @@ def _target_rule(key: str, target: str, weight_format: WeightFormat | None) -> Q
     return QuantizationRule(ANY if target == "Linear" else re.compile(rf"^{re.escape(target)}$"), weight_format)
 
 
-# The other methods. The head is not quantised unless the settings say so.
+# The other methods. With FP8, the head is quantised if it is stored so; otherwise the settings decide.
 
 
 def _awq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
@@ -222,7 +222,6 @@ def _fp8_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     block = section.get("weight_block_size")
     rows, columns = (0, 0) if block is None else block_of("weight_block_size", block)
     yield from _unquantised_rules(section)
-    yield QuantizationRule(HEAD, None)
     yield QuantizationRule(ANY, WeightFormat("fp8", 8, rows, columns, rounds_inputs=True))
 
 

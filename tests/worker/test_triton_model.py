@@ -12,16 +12,24 @@ DEVICE = choose_device()
 from pagewire.kernels.triton import experts  # noqa: E402
 from pagewire.network.expert_routing import ExpertRouting  # noqa: E402
 from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, make_checkpoint  # noqa: E402
+from testing.checkpoints.packed import fp8, gptq, make_quantized  # noqa: E402
+from testing.models import load_model  # noqa: E402
 from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
 from tests.worker.fake_device import FakeDevice  # noqa: E402
 from tests.worker.interpreted_launches import record_launches  # noqa: E402
 from tests.worker.triton_tokens import SHAPES, check_tokens, make_runner  # noqa: E402
 from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
 from worker_service.device.cuda import CudaDevice  # noqa: E402
-from worker_service.device.triton_operations import TritonOperations  # noqa: E402
+from worker_service.device.triton_operations import RoundedProduct, TritonOperations  # noqa: E402
 from worker_service.models.torch_operations import NormRopeParams, Operations  # noqa: E402
 
 pytestmark = pytest.mark.thorough
+
+PACKED = [
+    gptq("GPTQ", 4, 16, version="gptq", sym=True, g_idx="in order", lm_head=True),
+    fp8("FP8 block", (16, 32)),
+    fp8("FP8 tensor", None, "weight_scale"),
+]
 
 
 def attend_heads(operations, attend, layer, heads, preparation):
@@ -51,6 +59,20 @@ def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path, monkey
     if isinstance(device, FakeDevice):
         # Two sizes of mixed steps. For each size of decoding steps the forward pass alone, then with sampling.
         assert [graph.num_replays > 0 for graph in device.graphs] == [True, True, *[False, True] * 2]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
+def test_a_quantised_head_is_multiplied_from_its_codes(tmp_path, case):
+    paths = make_quantized(tmp_path, "llama", case, seed=8, skips=(), num_hidden_layers=1, vocab_size=160)
+    models = [
+        load_model(path, dtype=torch.float32, device=DEVICE, operations=TritonOperations(DEVICE)) for path in paths
+    ]
+    assert [model.head.format.group_size > 0 for model in models] == [True, False]
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    # On a GPU with 8-bit products, inputs of FP8 are rounded.
+    allowed = 0.05 if isinstance(models[0].head.product, RoundedProduct) else 1e-5
+    actual, expected = (model.compute_logits(hidden) for model in models)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=allowed * expected.abs().max().item())
 
 
 def concatenate(layer, query, key, value, sinks):

@@ -19,6 +19,7 @@ from pagewire.network.operations import (
     Projection,
     Share,
     Table,
+    Vector,
     embedding_of,
     head_of,
     weights_of,
@@ -85,10 +86,11 @@ def prepare_model(
     checkpoint = DummyTensors() if is_dummy else _open(path, family)
     is_tied = network.tie_word_embeddings
     listed = _with_checkpoint_names(network.operations, family, checkpoint, is_tied=is_tied)
-    if is_tied if is_dummy else _lacks_head(checkpoint, listed, path, is_tied=is_tied):
-        listed = tied(listed)
     if isinstance(checkpoint, Checkpoint) and network.quantization is not None:
         checkpoint = QuantizedCheckpoint(checkpoint, formats_of(network.quantization, _modules(listed)))
+        checkpoint.check_embedding(embedding_of(listed).name)
+    if is_tied if is_dummy else _lacks_head(checkpoint, listed, path, is_tied=is_tied):
+        listed = tied(listed)
     if quantization is not None:
         assert (communicator.size, checkpoint.formats) == (1, ()), "refused before"
         checkpoint, listed = _quantize_all(listed, checkpoint, BITS[quantization], operations, network.heads.head_dim)
@@ -122,7 +124,13 @@ def _with_checkpoint_names(
 
 
 def _num_stored(listed: OperationList, checkpoint: Tensors) -> int:
-    names = (f"{module}.weight" for module in _modules(listed))
+    """Return how many weights the checkpoint has under the names in a list of operations. Norms count too, because the
+    tensors of quantised matrices have other names."""
+    names = {
+        name
+        for weight in weights_of(listed)
+        for name in ([weight.name] if isinstance(weight, Vector) else [f"{each}.weight" for each in weight.modules])
+    }
     return sum(not checkpoint.names.isdisjoint(checkpoint.stored_names(name)) for name in names)
 
 

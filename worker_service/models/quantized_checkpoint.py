@@ -87,6 +87,13 @@ class QuantizedCheckpoint(Tensors):
         unneeded = {f"{weight.module}.bias" for weight in self._weights.values() if weight.layout.may_have_zero_biases}
         self.names = frozenset(name for name in checkpoint.names if name not in unneeded or checkpoint.read(name).any())
 
+    def check_embedding(self, module: str) -> None:
+        """Raise CheckpointError if the embedding table of the given name is quantised, which is not supported."""
+        parts = sorted(name for name in self.names if name.rpartition(".")[0] == module)
+        others = [name for name in parts if name != f"{module}{_SUFFIX}"]
+        if others:
+            self._refuse(others[0], "belongs to a quantised embedding; only embeddings in floats are supported")
+
     def format(self, name: str, in_size: int) -> StoredFormat | None:
         """Return the format in which a weight with `in_size` inputs can be kept in memory. Return None if the weight is
         missing, or if it must be dequantised to floats."""
