@@ -69,8 +69,8 @@ class Attention:
     num_positions: int
     qkv_bias: bool = False
     output_bias: bool = False
-    # RMS norm of queries and keys: over each head, or over all heads.
-    qk_norm: Literal["none", "head", "projection"] = "none"
+    # RMS norm of queries and keys: over each head, or over all heads. Or a layer norm per head, with its own weight.
+    qk_norm: Literal["none", "head", "projection", "layer_norm"] = "none"
     norm_eps: float = 0.0
     norm_adds_one: bool = False
     # Bound on the absolute values of queries, keys and values, applied after norms of projections; 0: no bound.
@@ -103,8 +103,9 @@ class Attention:
         query_norm = self._norm(f"{name}.q_norm", heads.num_heads, order)
         key_norm = self._norm(f"{name}.k_norm", heads.num_kv_heads, order)
         made = "heads"
-        if self.qk_norm == "projection" and query_norm is not None and key_norm is not None:
-            yield NormalizeProjections(made, "normed_heads", query_norm, key_norm, self.norm_eps)
+        if self.qk_norm in ("projection", "layer_norm") and query_norm is not None and key_norm is not None:
+            size = query_norm.head_dim
+            yield NormalizeProjections(made, "normed_heads", query_norm, key_norm, self.norm_eps, size)
             made, query_norm, key_norm = "normed_heads", None, None
         if self.limit:
             yield Clip(made, "clipped_heads", self.limit)
@@ -126,15 +127,16 @@ class Attention:
 
     def _norm(self, name: str, num_heads: int, order: tuple[int, ...]) -> Vector | None:
         """Return the weight of the norm of the queries, or of the keys, of `num_heads` heads. Depending on `qk_norm`,
-        every head uses the same weight, or one weight covers all heads together. Return None if the layer does not
-        normalize queries and keys."""
+        every head uses the same weight, or the weight has different values for each head. Return None if the layer does
+        not normalize queries and keys."""
         size, adds_one = self.heads.head_dim, self.norm_adds_one
         if self.qk_norm == "none":
             return None
         values = Share.of(size)
-        if self.qk_norm == "projection":
+        if self.qk_norm != "head":
             values = Share.of(num_heads * size, size, "heads", is_repeated=True)
-        return Vector(f"{name}.weight", values, is_float32=adds_one, adds_one=adds_one, head_order=order)
+        own_dim = size if self.qk_norm == "layer_norm" else 0
+        return Vector(f"{name}.weight", values, adds_one, adds_one, head_order=order, head_dim=own_dim)
 
 
 def _of_heads(size: int, head_dim: int) -> Share:

@@ -71,6 +71,8 @@ class Vector:
     is_float32: bool = False  # in any case, independent of the model's dtype
     adds_one: bool = False  # 1 is added to the stored values
     is_stored: bool = True  # otherwise the checkpoint has no such tensor, and all values are 1
+    # The checkpoint stores [heads, head_dim], or a tensor per head if the name contains `{head}`; 0: a plain vector.
+    head_dim: int = 0
     # For each value of a head, its index in the checkpoint's head; empty: the same order.
     head_order: tuple[int, ...] = ()
 
@@ -247,15 +249,16 @@ class Normalize:
 
 @dataclass(frozen=True, slots=True)
 class NormalizeProjections:
-    """The operation that applies RMS norms to the attention queries and keys, and copies the values unchanged. One norm
-    covers the queries of all heads together, and another norm covers the keys of all heads. With tensor parallelism,
-    each norm covers the heads of all ranks."""
+    """The operation that normalizes the attention queries and keys, and copies the values unchanged. One RMS norm
+    covers the queries of all heads together, and another covers the keys of all heads. With tensor parallelism, each
+    norm covers the heads of all ranks. If `head_dim` is set, each head has a layer norm with its own weight instead."""
 
     input: str
     output: str
     query_norm: Vector
     key_norm: Vector
     eps: float
+    head_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)

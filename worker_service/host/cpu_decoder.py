@@ -23,8 +23,8 @@ def host_model(model: Decoder, backend: AttentionBackend) -> "CpuDecoder | Decod
     across tensor-parallel ranks, because only the model adds up the ranks' sums.
     """
     product = model.head.product
-    kinds = {type(operation) for operation in model.network.operations}
-    is_summed = model.communicator.size > 1 and NormalizeProjections in kinds
+    norms = [operation for operation in model.network.operations if type(operation) is NormalizeProjections]
+    is_summed = model.communicator.size > 1 and any(not norm.head_dim for norm in norms)
     if is_summed or not isinstance(backend, CpuAttention) or not isinstance(product, CpuProduct):
         return model
     return CpuDecoder(model, product.kernels)

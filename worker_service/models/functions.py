@@ -96,6 +96,9 @@ def _normalize_projections(operation: Any, step: Step) -> Tensor:
     weights = operation.query_norm, operation.key_norm
     sizes = [len(weight) for weight in weights]
     *parts, values = heads.split([*sizes, heads.shape[1] - sum(sizes)], dim=1)
+    if operation.head_dim:
+        normed = [_normalize_heads(*each, operation.head_dim, eps) for each in zip(parts, weights, strict=True)]
+        return torch.cat([*normed, values], dim=1)
     parts = [part.contiguous() for part in parts]
     if communicator.size == 1:
         normed = [step.model.operations.rms_norm(x, weight, eps) for x, weight in zip(parts, weights, strict=True)]
@@ -109,6 +112,11 @@ def _normalize_projections(operation: Any, step: Step) -> Tensor:
         for x, mean, weight in zip(parts, means, weights, strict=True)
     ]
     return torch.cat([*normed, values], dim=1)
+
+
+def _normalize_heads(x: Tensor, weight: Tensor, head_dim: int, eps: float) -> Tensor:
+    heads = F.layer_norm(x.float().unflatten(1, (-1, head_dim)), (head_dim,), eps=eps)
+    return (heads.flatten(1) * weight).to(x.dtype)
 
 
 def _multiply(operation: Any, step: Step) -> Tensor:

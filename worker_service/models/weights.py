@@ -140,7 +140,7 @@ def _stored_formats(checkpoint: Tensors, weight: Any) -> Iterator[StoredFormat |
 def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
     """Return an upper bound on the temporary memory, in bytes, that reading the weights needs. Weights are read one
     after the other, so it is the maximum over all weights."""
-    sizes = {name: math.prod(pieces[0].shape or pieces[0].target.shape) for name, pieces in targets}
+    sizes = {name: math.prod(pieces[0].shape or pieces[0].target.shape) for name, pieces in targets if pieces}
     return max((checkpoint.working_bytes(name, size) for name, size in sizes.items()), default=0)
 
 
@@ -151,7 +151,7 @@ def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]
     if type(weight) is Vector and not weight.is_stored:
         model.get_parameter(place.name).data.fill_(1)
     elif type(weight) is Vector:
-        yield weight.name, [_piece(model.get_parameter(place.name).data, weight.values)]
+        yield from _vector_targets(weight, model.get_parameter(place.name).data)
     elif type(weight) is Table:
         num_rows = weight.num_skipped + weight.num_rows
         rows = Share(weight.num_rows, num_rows, weight.num_skipped)
@@ -167,6 +167,19 @@ def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]
                 turned = piece.transposed() if weight.is_transposed and target.dim() == 2 else piece
                 pieces.setdefault(f"{part.name}.{kind}", []).append(turned)
             yield from pieces.items()
+
+
+def _vector_targets(vector: Vector, values: Tensor) -> Iterator[tuple[str, list[Piece]]]:
+    share, size = vector.values, vector.head_dim
+    if not size:
+        yield vector.name, [_piece(values, share)]
+    elif "{head}" in vector.name:
+        own = dict(enumerate(values.split(size), share.first // size))
+        for head in range(share.whole // size):  # the tensors of other ranks are known, too
+            yield vector.name.format(head=head), [Piece(own[head])] if head in own else []
+    else:
+        heads = Share(share.size // size, share.whole // size, share.first // size)
+        yield vector.name, [_piece(values.view(-1, size), heads, Share.of(size))]
 
 
 def _joined(parts: Sequence[Part]) -> Iterator[Part]:

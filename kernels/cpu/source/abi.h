@@ -122,7 +122,7 @@ typedef struct {
   int64_t num_heads, num_positions;
   tensor query_norm, key_norm, rope[2], growth;
   // NORMALIZE_PROJECTIONS: output = input, except that two leading parts are normalized, each by its own mean square.
-  // Their widths are the widths of `query_norm` and `key_norm`.
+  // Their widths are the widths of `query_norm` and `key_norm`. With `head_dim`, each head gets a layer norm instead.
   tensor sinks;  // ATTEND_PAGED, which reads the stored keys and values: [num_heads] float32
   void *key_cache, *value_cache;
   int64_t window;  // number of positions that a query attends to, including its own; 0: all positions up to its own

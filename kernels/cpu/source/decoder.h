@@ -178,25 +178,34 @@ static NOINLINE void add_token(const operation* o, float* x, const float* update
     for (int64_t i = 0; i < size; i++) x[i] += update[i] * o->factor;
 }
 
+// Layer normalization (Ba et al., 2016, https://arxiv.org/abs/1607.06450). bias: [size], or NULL.
+static NOINLINE void normalize_layer(const float* x, const float* weight, const float* bias, float* output, int64_t size,
+                                     float eps) {
+  const float mean = sum_floats(x, size) / (float)size;
+  for (int64_t i = 0; i < size; i++) output[i] = x[i] - mean;
+  const float factor = inverse_rms_float(output, size, eps);
+  for (int64_t i = 0; i < size; i++) output[i] = output[i] * factor * weight[i] + (bias ? bias[i] : 0.0f);
+}
+
 static NOINLINE void normalize_projections(const operation* o, const float* x, float* output, int64_t size) {
-  const int64_t num_queries = o->query_norm.width, first = num_queries + o->key_norm.width;
-  normalize_float(x, o->query_norm.values, output, num_queries, o->eps);
-  normalize_float(x + num_queries, o->key_norm.values, output + num_queries, o->key_norm.width, o->eps);
+  const tensor* norms[] = {&o->query_norm, &o->key_norm};
+  int64_t first = 0;
+  for (int64_t part = 0; part < 2; first += norms[part++]->width) {
+    const float* weight = norms[part]->values;
+    if (!o->head_dim) normalize_float(x + first, weight, output + first, norms[part]->width, o->eps);
+    else
+      for (int64_t i = 0; i < norms[part]->width; i += o->head_dim)
+        normalize_layer(x + first + i, weight + i, NULL, output + first + i, o->head_dim, o->eps);
+  }
   memcpy(output + first, x + first, sizeof(float) * (size_t)(size - first));
 }
 
-// Layer normalization (Ba et al., 2016, https://arxiv.org/abs/1607.06450), or RMS normalization.
 static NOINLINE void normalize_token(const operation* o, float* x, const float* update, float* output, int64_t size) {
-  const float *weight = o->weight.values, *bias = o->bias.values;
   if (update) add_token(o, x, update, size);
-  if (!o->is_centered) {
-    normalize_float(x, weight, output, size, o->eps);
-    return;
-  }
-  const float mean = sum_floats(x, size) / (float)size;
-  for (int64_t i = 0; i < size; i++) output[i] = x[i] - mean;
-  const float factor = inverse_rms_float(output, size, o->eps);
-  for (int64_t i = 0; i < size; i++) output[i] = output[i] * factor * weight[i] + (bias ? bias[i] : 0.0f);
+  if (o->is_centered)
+    normalize_layer(x, o->weight.values, o->bias.values, output, size, o->eps);
+  else
+    normalize_float(x, o->weight.values, output, size, o->eps);
 }
 
 // x / 2 * (1 + erf(x / sqrt(2))), or its approximation by tanh (Hendrycks and Gimpel, 2016,

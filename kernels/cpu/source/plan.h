@@ -83,6 +83,8 @@ static int64_t plan_projections(decoder* m, const operation* o) {
   const int64_t width = read_buffer(m, o->input, 0), first = o->query_norm.width, second = o->key_norm.width;
   check_row(m, "query_norm", &o->query_norm, first);
   check_row(m, "key_norm", &o->key_norm, second);
+  if (o->head_dim && (first % o->head_dim || second % o->head_dim))
+    refuse(m, "parts of %lld and %lld are not whole heads of %lld", LONG(first), LONG(second), LONG(o->head_dim));
   if (first + second > width)
     refuse(m, "parts of %lld and %lld are normalized of %lld values", LONG(first), LONG(second), LONG(width));
   return width;
