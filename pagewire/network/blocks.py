@@ -92,11 +92,12 @@ class Attention:
 
         `qkv` are the names within the module of the projections for queries, keys and values. If `qkv` has a single
         name, this projection contains all query rows, then all key rows, then all value rows. With `are_by_head`, it
-        contains the query, key and value rows of each head together. `output` is the name of the output projection.
+        contains the query, key and value rows of each KV head together. `output` is the name of the output projection.
         With `is_transposed`, weights are stored as [in, out].
         """
         heads, order = self.heads, () if self.rope is None else self.rope.head_order(self.heads.head_dim)
-        rows = HeadRows(heads.head_dim, order, are_by_head) if order or are_by_head else None
+        group_size = heads.num_heads // heads.num_kv_heads if are_by_head else 0
+        rows = HeadRows(heads.head_dim, order, group_size) if order or are_by_head else None
         parts, hidden = self._qkv(name, qkv, are_by_head=are_by_head), Share.of(self.hidden_size)
         products = Projection(parts, hidden, self.qkv_bias, is_transposed=is_transposed, heads=rows)
         yield Multiply(source, "heads", products)
@@ -122,7 +123,9 @@ class Attention:
         heads, size = self.heads, self.heads.head_dim
         queries = _of_heads(heads.num_heads * size, size)
         values = Share.of(heads.num_kv_heads * size, size, "KV heads", is_repeated=True)
-        shares = [_of_heads(3 * queries.size, 3 * size)] if are_by_head else [queries, values, values]
+        shares, whole = [queries, values, values], queries.size + 2 * values.size
+        if are_by_head:
+            shares = [Share.of(whole, whole // heads.num_kv_heads, "KV heads")]
         return tuple(parts_of([f"{name}.{each}" for each in qkv], shares))
 
     def _norm(self, name: str, num_heads: int, order: tuple[int, ...]) -> Vector | None:
@@ -288,12 +291,15 @@ def layer(
 
 
 def parallel_layer(
-    norm: Norm, name: str, attention: Iterator[Operation], mlp: Iterator[Operation]
+    norm: Norm, name: str, attention: Iterator[Operation], mlp: Iterator[Operation], mlp_norm: str | None = None
 ) -> Iterator[Operation]:
-    """Yield the operations of a transformer layer whose attention and MLP run in parallel on the same normalized input.
-    `name` is the name of the norm. `mlp` must write the buffer `mlp_update`."""
+    """Yield the operations of a transformer layer whose attention and MLP run in parallel on the normalized input.
+    `name` is the name of the norm. If `mlp_norm` names a second norm, the MLP reads the result of that norm of the same
+    input. `mlp` must write the buffer `mlp_update`."""
     yield norm(name)
     yield from attention
+    if mlp_norm is not None:
+        yield norm(mlp_norm)
     yield from mlp
     yield Add("x", "update")
     yield Add("x", "mlp_update")

@@ -184,20 +184,24 @@ class HeadRows:
     head_dim: int
     # For each value of a query or key head, its index in the checkpoint's head; empty: the same order.
     order: tuple[int, ...] = ()
-    are_by_head: bool = False  # the query, key and value rows of each head are stored together
+    # The number of query heads per KV head, if the checkpoint stores the rows of each KV head together: those of its
+    # query heads, its key rows and its value rows. 0: all query rows come first, then all key rows.
+    group_size: int = 0
 
     def row_order(self, out_sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Return the index in the checkpoint for each row of the query, key and value projections. The tuple is
         empty if the checkpoint stores the rows in the same order. `out_sizes` has the numbers of query, key and
         value rows."""
-        if not self.order and not self.are_by_head:
+        if not self.order and not self.group_size:
             return ()
-        size, num_rows = self.head_dim, sum(out_sizes)
-        num_turned = num_rows // 3 * 2 if self.are_by_head else sum(out_sizes[:2])
+        size, num_rows, num_stored = self.head_dim, sum(out_sizes), self.group_size + 2
+        heads = range(num_rows // size)
+        num_turned = num_rows - len(heads) // num_stored * size if self.group_size else sum(out_sizes[:2])
         rows = [*_repeat_order(self.order or tuple(range(size)), num_turned), *range(num_turned, num_rows)]
-        if self.are_by_head:
-            num_heads = num_rows // 3 // size
-            rows = [(row // size % num_heads * 3 + row // size // num_heads) * size + row % size for row in rows]
+        if self.group_size:
+            # All query heads, then all key heads, then all value heads.
+            stored = sorted(heads, key=lambda head: max(head % num_stored - self.group_size, -1))
+            rows = [stored[row // size] * size + row % size for row in rows]
         return tuple(rows)
 
 

@@ -58,6 +58,7 @@ VALUES: dict[str, list[Any]] = {
     "final_logit_softcapping": [5.0, 1.7],
     "vocab_size": [97],
     "num_key_value_heads": [1, 4],
+    "num_ln_in_parallel_attn": [1],
     "logit_scale": [0.5],
     "norm_type": ["layernorm"],
 }

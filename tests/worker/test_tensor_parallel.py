@@ -27,6 +27,8 @@ VARIANTS = [
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 40}, 4),  # each KV head is on two ranks
     ("qwen2", {"num_key_value_heads": 1, "num_hidden_layers": 1}, 4),
     ("olmo2", {}, 4),  # a norm over the heads of four ranks; each KV head is on two of them
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+    ("falcon", {"alibi": True, "multi_query": False}, 2),
     ("stablelm", {"qk_layernorm": True}, 4),
     ("cohere", {"use_qk_norm": True}, 4),
     ("phi3", {"partial_rotary_factor": 0.5}, 4),

@@ -167,7 +167,7 @@ def _read_bloom(config: JsonObject, architecture: str) -> Network:
 
 
 def _bloom(text: TextConfig) -> Iterator[Operation]:
-    norm, slopes = text.norm(is_centered=True, has_bias=True), _bloom_slopes(text.num_heads)
+    norm, slopes = text.norm(is_centered=True, has_bias=True), bloom_slopes(text.num_heads)
     mlp = text.mlp(activation=activation(text.activation, is_gated=False), has_bias=True)
     yield Embed("embedded", Table("transformer.word_embeddings", text.vocab_size, text.hidden_size))
     yield norm("transformer.word_embeddings_layernorm", "embedded", "x")
@@ -184,7 +184,7 @@ def _bloom(text: TextConfig) -> Iterator[Operation]:
     yield lm_head("lm_head", text.hidden_size, text.vocab_size)
 
 
-def _bloom_slopes(num_heads: int) -> tuple[float, ...]:
+def bloom_slopes(num_heads: int) -> tuple[float, ...]:
     """Return the slope of each attention head for ALiBi position biases, as BLOOM defines them.
 
     For n heads, with n a power of two, the slopes are 2^(-8 / n), 2^(-16 / n) and so on. If `num_heads` is not a power
