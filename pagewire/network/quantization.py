@@ -13,6 +13,7 @@ from typing import Any
 
 from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError, read_json
 from pagewire.network.quantization_methods.modelopt import modelopt_rules
+from pagewire.network.quantization_methods.quark import quark_rules
 from pagewire.network.weight_formats import (
     ANY,
     HEAD,
@@ -37,8 +38,9 @@ _COMPRESSED = {
     "int-quantized": ("int", (8,), True),
     "float-quantized": ("float", (8,), True),
     "nvfp4-pack-quantized": ("float", (4,), False),
+    "mxfp4-pack-quantized": ("float", (4,), False),
 }
-_GROUP_SIZES = {"nvfp4-pack-quantized": 16}  # of the formats that have a fixed one
+_GROUP_SIZES = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}  # of the formats that have a fixed one
 # With the quant_method to assume if the file does not name one.
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 _FIRST_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AWQ's names for these settings
@@ -241,6 +243,7 @@ _PARSERS = {
     "fp8": _fp8_rules,
     "mxfp4": _mxfp4_rules,
     "modelopt": modelopt_rules,
+    "quark": quark_rules,
 }
 METHODS = tuple(_PARSERS)
 

@@ -265,6 +265,30 @@ def modelopt(name: str, algorithm: str, **more: Any) -> Case:
     return Case(name, section, fp8(name, channels, "weight_scale").draw)
 
 
+def quark(name: str, dtype: str, scheme: str) -> Case:
+    """Return a Quark case: MXFP4 per group, or FP8 per tensor or channel."""
+    weight = {"dtype": dtype, "qscheme": scheme, "is_dynamic": False}
+    if dtype == "fp4":
+        weight |= {"group_size": 32, "scale_format": "e8m0"}
+    config = {"weight": weight, "input_tensors": {**weight, "is_dynamic": True}, "output_tensors": None, "bias": None}
+    section = {
+        "quant_method": "quark",
+        "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+        "global_quant_config": config,
+        "layer_quant_config": {"*.layers.0.self_attn.k_proj": config},
+        "layer_type_quant_config": {},
+        "exclude": ["lm_head"],
+    }
+    if dtype == "fp8_e4m3":
+        return Case(name, section, fp8(name, (1, 1 << 24) if scheme == "per_channel" else None, "weight_scale").draw)
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        tensors, meant = mxfp4(name).draw(generator, out_size, in_size)
+        return {"weight": tensors["blocks"].flatten(1), "weight_scale": tensors["scales"]}, meant
+
+    return Case(name, section, draw)
+
+
 # Suffixes of the modules whose weights are quantised, in all families.
 LINEAR = ("_proj", "lm_head", "c_fc", "query_key_value", "dense", "_to_4h", "_to_h", "Wqkv", ".w1", ".w2", ".w3")
 

@@ -22,6 +22,7 @@ from testing.checkpoints.packed import (
     gptq,
     modelopt,
     mxfp4,
+    quark,
     random_scales,
 )
 
@@ -147,5 +148,9 @@ CASES = [
     modelopt("NVFP4 of ModelOpt", "NVFP4", group_size=16, kv_cache_scheme={"type": "float", "num_bits": 8}),
     modelopt("FP8 of ModelOpt", "FP8"),
     modelopt("FP8 of ModelOpt by channel", "FP8_PER_CHANNEL_PER_TOKEN"),
+    float4("MXFP4 of compressed-tensors", "mxfp4-pack-quantized", 32),
+    quark("MXFP4 of Quark", "fp4", "per_group"),
+    quark("FP8 of Quark", "fp8_e4m3", "per_tensor"),
+    quark("FP8 of Quark by channel", "fp8_e4m3", "per_channel"),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}

@@ -19,6 +19,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+QUARK = {"quant_method": "quark", "global_quant_config": {"weight": FP4}, "exclude": ["lm_head"]}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 FLOAT4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
@@ -63,6 +65,11 @@ def test_a_config_without_one_is_not_quantised():
          WeightFormat("float-quantized", 8, 1, 0, rounds_inputs=True)),
         (compressed(group({**FLOAT4, "strategy": "tensor_group"}), layout="nvfp4-pack-quantized"),
          WeightFormat("nvfp4-pack-quantized", 4, 1, 16)),
+        (QUARK, WeightFormat("quark-mxfp4", 4, 1, 32)),
+        ({**QUARK, "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}},
+         WeightFormat("float-quantized", 8, 1, 0)),
+        (compressed(group({**FLOAT4, "group_size": 32}), layout="mxfp4-pack-quantized"),
+         WeightFormat("mxfp4-pack-quantized", 4, 1, 32)),
         (compressed(group(INT4)), WeightFormat("pack-quantized", 4, 1, 128)),
         (compressed(group({**INT4, "actorder": "group"})),
          WeightFormat("pack-quantized", 4, 1, 128, has_act_order=True)),
@@ -97,6 +104,8 @@ def test_a_method_has_the_format_that_it_says(section, expected):
             {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {QUERIES: {"quant_algo": "FP8"}}},
             [False, True],
         ),
+        ({**QUARK, "exclude": [QUERIES]}, [True, False]),
+        ({**QUARK, "exclude": ["re:.*13"], "layer_quant_config": {"*.q_proj": {"weight": None}}}, [True, True]),
         (compressed(group(INT4), ignore=[QUERIES]), [True, False]),
         (compressed(group(INT4), ignore=[r"re:.*layers\.13\."]), [False, True]),
         (compressed(group(INT4), ignore=["layers.13"]), [False, False]),
@@ -166,6 +175,11 @@ def test_names_come_before_patterns_and_classes():
             {**MODELOPT, "quant_algo": "INT4_AWQ"},
             r'quant_algo is "INT4_AWQ", but must be one of NVFP4, W4A16',
         ),
+        ({**QUARK, "global_quant_config": {"weight": [FP4]}}, r"weight is .*, but must be fp4 per group of 32 with"),
+        ({**QUARK, "global_quant_config": {"weight": {**FP4, "group_size": 16}}}, r"weight is .*, but must be fp4 per"),
+        ({**QUARK, "global_quant_config": 4}, r"global_quant_config is 4, but must be an object with a weight"),
+        ({**QUARK, "layer_quant_config": [4]}, r"layer_quant_config is \[4\], but must be an object of settings"),
+        ({**QUARK, "layer_type_quant_config": {"x": 1}}, r"layer_type_quant_config is .*, but must be unset"),
         ({**MODELOPT, "group_size": 32}, r"group_size is 32, but must be 16 with NVFP4"),
         ({**MODELOPT, "quant_algo": "MIXED_PRECISION"}, r"quantized_layers is null, but must be an object of objects"),
         (
