@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError, read_json
+from pagewire.network.quantization_methods.bitsandbytes import bitsandbytes_rules
 from pagewire.network.quantization_methods.modelopt import modelopt_rules
 from pagewire.network.quantization_methods.quark import quark_rules
 from pagewire.network.weight_formats import (
@@ -23,6 +24,7 @@ from pagewire.network.weight_formats import (
     WeightFormat,
     block_of,
     choice,
+    component_rules,
     flag,
     group_size_of,
     names_of,
@@ -244,13 +246,10 @@ _PARSERS = {
     "mxfp4": _mxfp4_rules,
     "modelopt": modelopt_rules,
     "quark": quark_rules,
+    "bitsandbytes": bitsandbytes_rules,
 }
 METHODS = tuple(_PARSERS)
 
 
 def _unquantised_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
-    """Yield a quantisation rule for each module that the config leaves unquantised. A configured name matches whole
-    dotted components of a module name: `mlp.gate` does not match `mlp.gate_proj`."""
-    for key in ("modules_to_not_convert", "ignored_layers"):
-        for name in names_of(section, key):
-            yield QuantizationRule(re.compile(rf"(^|\.){re.escape(name.strip('.'))}(\.|$)"), None)
+    return component_rules(section, "modules_to_not_convert", "ignored_layers")

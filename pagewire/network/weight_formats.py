@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,14 @@ def glob_rule(key: str, name: str, weight_format: WeightFormat | None) -> Quanti
     if any(character in name for character in "*?["):
         return pattern_rule(key, name, fnmatch.translate(name), weight_format)
     return QuantizationRule(ANY, weight_format, names=frozenset((name,)))
+
+
+def component_rules(section: Mapping[str, Any], *keys: str) -> Iterator[QuantizationRule]:
+    """Yield a quantisation rule for each module that the settings leave unquantised. A configured name matches whole
+    dotted components of a module name: `mlp.gate` does not match `mlp.gate_proj`."""
+    for key in keys:
+        for name in names_of(section, key):
+            yield QuantizationRule(re.compile(rf"(^|\.){re.escape(name.strip('.'))}(\.|$)"), None)
 
 
 def group_size_of(section: Mapping[str, Any], default: int = 128) -> int:

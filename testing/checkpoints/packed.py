@@ -289,6 +289,67 @@ def quark(name: str, dtype: str, scheme: str) -> Case:
     return Case(name, section, draw)
 
 
+# bitsandbytes, with its formulas: number * scale for 4 bits, code * scale / 127 for 8 bits
+
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+FP4 = tuple(number / 192 for number in (0, 1, 128, 192, 64, 96, 32, 48, 0, -1, -128, -192, -64, -96, -32, -48))
+
+
+def bitsandbytes(name: str, kind: str, block_size: int = 64, *, is_nested: bool = False) -> Case:
+    """Return a case of 4-bit numbers from the table of `kind`. If it is nested, the scales of blocks are numbers of a
+    table of 256, with scales for each 256."""
+    section = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": kind,
+        "bnb_4bit_use_double_quant": is_nested,
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": None,
+    }
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        table = torch.tensor(NF4 if kind == "nf4" else FP4)
+        numbers = torch.randint(0, 16, (out_size * in_size,), generator=generator)
+        num_blocks = -(-len(numbers) // block_size)
+        scales = random_scales(generator, (num_blocks,), 2, in_size)
+        state = {"quant_type": kind, "blocksize": block_size, "dtype": "float32", "shape": [out_size, in_size]}
+        tensors = {"weight": (numbers[::2] << 4 | numbers[1::2]).to(torch.uint8)[:, None], "weight.quant_map": table}
+        if is_nested:
+            codes = torch.randint(0, 256, (num_blocks,), generator=generator, dtype=torch.uint8)
+            nested = random_scales(generator, (-(-num_blocks // 256),), 4, in_size)
+            nested_map = torch.linspace(-1, 1, 256)
+            offset = 2 * nested.max().item()
+            scales = nested_map[codes.int()] * nested.repeat_interleave(256)[:num_blocks] + offset
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            tensors |= {"weight.nested_absmax": nested, "weight.nested_quant_map": nested_map, "weight.absmax": codes}
+        else:
+            tensors["weight.absmax"] = scales
+        text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = text
+        meant = table[numbers] * scales.repeat_interleave(block_size)[: len(numbers)]
+        return tensors, meant.view(out_size, in_size)
+
+    return Case(name, section, draw)
+
+
+def llm_int8(name: str) -> Case:
+    section = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False, "llm_int8_threshold": 6.0}
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        codes = torch.randint(-127, 128, (out_size, in_size), generator=generator, dtype=torch.int8)
+        scale = random_scales(generator, (out_size,), 2, in_size)
+        tensors = {"weight": codes, "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return tensors, codes.float() * (scale / 127)[:, None]
+
+    return Case(name, section, draw)
+
+
 # Suffixes of the modules whose weights are quantised, in all families.
 LINEAR = ("_proj", "lm_head", "c_fc", "query_key_value", "dense", "_to_4h", "_to_h", "Wqkv", ".w1", ".w2", ".w3")
 

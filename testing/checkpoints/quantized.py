@@ -17,9 +17,11 @@ from testing.checkpoints.packed import (
     Case,
     Tensors,
     awq,
+    bitsandbytes,
     compressed_in_order,
     fp8,
     gptq,
+    llm_int8,
     modelopt,
     mxfp4,
     quark,
@@ -152,5 +154,9 @@ CASES = [
     quark("MXFP4 of Quark", "fp4", "per_group"),
     quark("FP8 of Quark", "fp8_e4m3", "per_tensor"),
     quark("FP8 of Quark by channel", "fp8_e4m3", "per_channel"),
+    bitsandbytes("nf4", "nf4"),
+    bitsandbytes("nf4 with nested scales", "nf4", is_nested=True),
+    bitsandbytes("fp4 in blocks of 128", "fp4", 128, is_nested=True),
+    llm_int8("LLM.int8"),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}

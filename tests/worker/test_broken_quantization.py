@@ -84,6 +84,12 @@ def scale_with(value, shape, dtype=torch.float32):
     return scale
 
 
+def state_of(**changes):
+    state = {"shape": [64, 64], "blocksize": 64, "nested_blocksize": 256, "nested_offset": 0.1, **changes}
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
 ORDER = torch.arange(64, dtype=torch.int32) // 16
 NAN = torch.nan
 CONTENTS = {
@@ -104,6 +110,23 @@ CONTENTS = {
     "a group too far": ("GPTQ", "g_idx", ORDER + 1, "refers to group 4 of a weight that has 4"),
     "a group before the first": ("GPTQ in act-order", "g_idx", ORDER - 1, "refers to group -1 of a weight that has 4"),
     "other zero points": ("GPTQ", "qzeros", torch.zeros(4, 8, dtype=torch.int32), "contains zero points other than 8,"),
+    "no global scale": (
+        "NVFP4", "weight_global_scale", torch.zeros(1), "has scales that are not finite"
+    ),
+    "infinity in NVFP4": ("NVFP4 of ModelOpt", "weight_scale_2", torch.tensor(torch.inf), "has scales that are not f"),
+    "NaN in nf4": ("nf4", "weight.absmax", scale_with(NAN, (64,)), "has scales that are not finite"),
+    "no JSON": ("nf4", STATE, torch.zeros(9, dtype=torch.uint8), "is not an object in JSON with the settings of the"),
+    "no number": ("nf4", STATE, state_of(nested_offset="1"), "is not an object in JSON with the settings of the weig"),
+    "another shape in nf4": ("nf4", STATE, state_of(shape=[64, 63]), r"says shape \[64, 63\], expected \[64, 64\]"),
+    "other blocks": ("nf4", STATE, state_of(blocksize=128), "says blocks of 128, which do not fit the 64 scales"),
+    "no blocks": ("nf4", STATE, state_of(blocksize=None), "says blocks of null, which do not fit the 64 scales"),
+    "other nested blocks": (
+        "nf4 with nested scales", STATE, state_of(nested_blocksize=32), "says blocks of 32, which do not fit the 1"
+    ),
+    "no nested scales": (
+        "nf4", "weight.absmax", torch.zeros(64, dtype=torch.uint8), "is quantised, but a tensor of its scales or of"
+    ),
+    "an order of rows": ("LLM.int8", "weight_format", torch.tensor([1], dtype=torch.uint8), "is 1, but must be 0"),
     "another size": ("W8A16", "weight_shape", torch.tensor([64, 63]), r"says \[64, 63\], expected \[64, 64\]"),
 }  # fmt: skip
 
@@ -182,7 +205,7 @@ def test_biases_that_a_model_has_not_may_be_zero_in_gptq(tmp_path, value):
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("case", ["W4A16 asymmetric", "FP8 block", "GPTQ in act-order", "AWQ"])
+@pytest.mark.parametrize("case", ["W4A16 asymmetric", "FP8 block", "GPTQ in act-order", "AWQ", "nf4"])
 def test_a_file_that_is_not_whole_is_one_line(tmp_path, case, seed):
     rng = random.Random(f"{case} {seed}")
     path, _ = make_quantized(tmp_path, "llama", BY_NAME[case], seed=28, num_hidden_layers=1)

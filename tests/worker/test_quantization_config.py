@@ -21,6 +21,7 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
 FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 QUARK = {"quant_method": "quark", "global_quant_config": {"weight": FP4}, "exclude": ["lm_head"]}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 FLOAT4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
@@ -65,6 +66,8 @@ def test_a_config_without_one_is_not_quantised():
          WeightFormat("float-quantized", 8, 1, 0, rounds_inputs=True)),
         (compressed(group({**FLOAT4, "strategy": "tensor_group"}), layout="nvfp4-pack-quantized"),
          WeightFormat("nvfp4-pack-quantized", 4, 1, 16)),
+        (NF4, WeightFormat("nf4", 4, 0, 0)),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, WeightFormat("llm-int8", 8, 1, 0)),
         (QUARK, WeightFormat("quark-mxfp4", 4, 1, 32)),
         ({**QUARK, "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}},
          WeightFormat("float-quantized", 8, 1, 0)),
@@ -104,6 +107,7 @@ def test_a_method_has_the_format_that_it_says(section, expected):
             {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {QUERIES: {"quant_algo": "FP8"}}},
             [False, True],
         ),
+        ({**NF4, "llm_int8_skip_modules": ["mlp"]}, [False, True]),
         ({**QUARK, "exclude": [QUERIES]}, [True, False]),
         ({**QUARK, "exclude": ["re:.*13"], "layer_quant_config": {"*.q_proj": {"weight": None}}}, [True, True]),
         (compressed(group(INT4), ignore=[QUERIES]), [True, False]),
@@ -151,10 +155,10 @@ def test_names_come_before_patterns_and_classes():
     ("section", "message"),
     [
         ("awq", r'quantization_config is "awq", but must be an object with one of compressed-tensors, awq, gptq, fp8'),
-        (
-            {"quant_method": "bitsandbytes"},
-            r'quant_method is "bitsandbytes", but must be one of compressed-tensors, awq',
-        ),
+        ({"quant_method": "hqq"}, r'quant_method is "hqq", but must be one of compressed-tensors, awq'),
+        ({"quant_method": "bitsandbytes"}, r"load_in_4bit is false, but must be true, or load_in_8bit must be true"),
+        ({**NF4, "bnb_4bit_quant_type": "nf5"}, r'bnb_4bit_quant_type is "nf5", but must be one of nf4, fp4'),
+        ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, r'bnb_4bit_quant_storage is "bfloat16", but must be uint8'),
         ({"bits": 4}, r"quant_method is null, but must be one of"),
         ({**AWQ, "bits": 8}, r"bits is 8, but must be 4 with awq"),
         ({**AWQ, "version": "gemv"}, r'version is "gemv", but must be gemm with awq'),

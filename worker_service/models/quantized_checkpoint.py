@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple, NoReturn
 
 from pagewire.kernels.weight import StoredFormat, StoredWeight
@@ -185,8 +185,8 @@ class QuantizedCheckpoint(Tensors):
         if name not in self._checkpoint.names:
             if stored.is_optional:
                 return
-            shapes = _alternatives(shape for shapes in stored.shapes.values() for shape in shapes)
-            place = f"{weight_format.describe()} requires it in shape {shapes}"
+            shapes = _alternatives(chain.from_iterable(stored.shapes.values()))
+            place = f"{weight_format.describe()} requires it in {f'shape {shapes}' if shapes else 'any shape'}"
             raise CheckpointError(
                 f"tensor {self._checkpoint.described(name)} is missing in {self._checkpoint.path}; {place}"
             )
@@ -194,8 +194,9 @@ class QuantizedCheckpoint(Tensors):
         if header.dtype not in stored.shapes:
             expected = _alternatives(stored.shapes)
             self._refuse(name, f"is {header.dtype}, expected {expected} for {weight_format.describe()}")
-        if header.shape not in stored.shapes[header.dtype]:
-            shapes = _alternatives(stored.shapes[header.dtype])
+        allowed = stored.shapes[header.dtype]
+        if allowed and header.shape not in allowed:
+            shapes = _alternatives(allowed)
             self._refuse(name, f"has shape {list(header.shape)}, expected {shapes} for {weight_format.describe()}")
 
     def _refuse(self, name: str, fault: str, cause: Exception | None = None) -> NoReturn:

@@ -24,7 +24,8 @@ ReadTensors = Mapping[str, Tensor]  # keyed by the suffixes of their names
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """The dtypes and shapes that a checkpoint may use for one tensor of a quantised weight, such as its scales.
-    `shapes` maps each allowed dtype, by its name in safetensors, to the shapes that are allowed with this dtype."""
+    `shapes` maps each allowed dtype, by its name in safetensors, to the shapes that are allowed with this dtype; an
+    empty tuple allows all shapes."""
 
     shapes: Mapping[str, tuple[TensorShape, ...]]
     is_optional: bool = False
@@ -34,7 +35,8 @@ class StoredTensor:
     def of(
         dtypes: Iterable[str], *shapes: TensorShape, is_optional: bool = False, other_kind: str = ""
     ) -> "StoredTensor":
-        """Describe a tensor for which each of the given shapes is allowed with each of the given dtypes."""
+        """Describe a tensor for which each of the given shapes, or any shape, is allowed with each of the given
+        dtypes."""
         return StoredTensor(dict.fromkeys(dtypes, shapes), is_optional, other_kind)
 
 
@@ -52,7 +54,8 @@ class Layout:
         stored: returns the tensors that store a weight [out_size, in_size], keyed by the suffixes of their names.
             Raises ValueError if a weight of these sizes cannot have this format.
         decode: returns the weight that these tensors represent. Raises FaultyTensorError if one has invalid content.
-        held: the format in which kernels keep a weight, before the fields of its `WeightFormat` are applied.
+        held: the format in which kernels keep a weight, before the fields of its `WeightFormat` are applied. If None,
+            weights are always dequantised to floats.
         read_bytes: memory per element while a weight is decoded: the bytes read, and the numbers they are converted to
             before their columns are reordered.
         may_have_zero_biases: checkpoints may contain biases of 0 for models without biases.
@@ -61,16 +64,16 @@ class Layout:
     name: str
     stored: Callable[[WeightFormat, int, int], dict[str, StoredTensor]]
     decode: Callable[[WeightFormat, ReadTensors, int, int], StoredWeight]
-    held: StoredFormat = _CODES
+    held: StoredFormat | None = _CODES
     read_bytes: int = 5
     may_have_zero_biases: bool = False
 
     def stored_format(self, kept: WeightFormat, in_size: int, has_wide_scales: bool) -> StoredFormat | None:
         """Return the format in which the kernels keep a weight with `in_size` inputs. Return None if the weight must be
-        dequantised to floats: if the kernels do not support the group size, or if the columns of a group are not
-        neighbours (act-order)."""
+        dequantised to floats: if the kernels do not support the layout or the group size, or if the columns of a group
+        are not neighbours (act-order)."""
         group_size = kept.columns or in_size
-        if kept.has_act_order or not unit_size(self.held.element, group_size, in_size):
+        if self.held is None or kept.has_act_order or not unit_size(self.held.element, group_size, in_size):
             return None
         return replace(
             self.held,
