@@ -27,6 +27,7 @@ from pagewire.network.weight_formats import (
     component_rules,
     flag,
     group_size_of,
+    named_rules,
     names_of,
     pattern_rule,
     positive,
@@ -43,6 +44,8 @@ _COMPRESSED = {
     "mxfp4-pack-quantized": ("float", (4,), False),
 }
 _GROUP_SIZES = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}  # of the formats that have a fixed one
+# The layouts of AutoRound's packing formats.
+_AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_gptq": "gptq", "auto_round:auto_awq": "awq", "auto_awq": "awq"}
 # With the quant_method to assume if the file does not name one.
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 _FIRST_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AWQ's names for these settings
@@ -207,12 +210,40 @@ def _gptq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     yield QuantizationRule(ANY, weight_format)
 
 
+def _auto_round_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
+    """Yield the quantisation rules of an AutoRound checkpoint, in order of precedence. Its tensors are those of GPTQ or
+    AWQ. As in vLLM, overrides for names of modules precede overrides for regular expressions."""
+    packing = section.get("packing_format") or "auto_round:auto_gptq"
+    if not isinstance(packing, str) or packing not in _AUTO_ROUND:
+        raise unserved("packing_format", packing, f"one of {', '.join(_AUTO_ROUND)}")
+    base, overrides = WeightFormat(_AUTO_ROUND[packing], 4, 1, 128), section.get("extra_config") or {}
+    if not isinstance(overrides, Mapping) or not all(isinstance(each, Mapping) for each in overrides.values()):
+        raise unserved("extra_config", overrides, "an object of overrides by the names of modules")
+    formats = {name: _auto_round_format(base, {**section, **override}) for name, override in overrides.items()}
+    patterns = {name for name in formats if any(character in name for character in "*+?^$()[]{}|\\")}
+    yield from named_rules({name: each for name, each in formats.items() if name not in patterns})
+    for name in formats:
+        if name in patterns:
+            yield pattern_rule("extra_config", name, f".*(?:{name})", formats[name])
+    yield QuantizationRule(HEAD, None)
+    yield QuantizationRule(ANY, _auto_round_format(base, section))
+
+
+def _auto_round_format(base: WeightFormat, section: Mapping[str, Any]) -> WeightFormat | None:
+    if section.get("bits") == 16:
+        return None
+    if section.get("data_type", "int") != "int":
+        raise unserved("data_type", section["data_type"], "int")
+    return _gptq_format(base, section)
+
+
 def _gptq_format(base: WeightFormat, section: Mapping[str, Any]) -> WeightFormat:
-    """Return the GPTQ weight format `base`, changed by the settings in `section`. The section is the quantisation
-    config or an override for some modules."""
+    """Return the GPTQ or AWQ weight format `base`, changed by the settings in `section`. The section is the
+    quantisation config or an override for some modules."""
+    choices, method = ((4,), "awq") if base.layout == "awq" else ((4, 8), "gptq")
     return replace(
         base,
-        bits=choice(section, "bits", base.bits, (4, 8), " with gptq"),
+        bits=choice(section, "bits", base.bits, choices, f" with {method}"),
         columns=group_size_of(section, base.columns),
         is_symmetric=flag(section, "sym", base.is_symmetric),
         has_act_order=flag(section, "desc_act", base.has_act_order),
@@ -247,6 +278,7 @@ _PARSERS = {
     "modelopt": modelopt_rules,
     "quark": quark_rules,
     "bitsandbytes": bitsandbytes_rules,
+    "auto-round": _auto_round_rules,
 }
 METHODS = tuple(_PARSERS)
 

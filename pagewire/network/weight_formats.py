@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,16 @@ def glob_rule(key: str, name: str, weight_format: WeightFormat | None) -> Quanti
     if any(character in name for character in "*?["):
         return pattern_rule(key, name, fnmatch.translate(name), weight_format)
     return QuantizationRule(ANY, weight_format, names=frozenset((name,)))
+
+
+def named_rules(formats: Mapping[str, WeightFormat | None]) -> Iterator[QuantizationRule]:
+    """Yield quantisation rules for modules with formats of their own, and for the modules in them. There is one rule
+    for each format, because files may list all experts of a model."""
+    names = defaultdict(set)
+    for name, weight_format in formats.items():
+        names[weight_format].add(name)
+    for weight_format, modules in names.items():
+        yield QuantizationRule(ANY, weight_format, names=frozenset(modules))
 
 
 def component_rules(section: Mapping[str, Any], *keys: str) -> Iterator[QuantizationRule]:

@@ -350,6 +350,22 @@ def llm_int8(name: str) -> Case:
     return Case(name, section, draw)
 
 
+def auto_round(name: str, packing_format: str, *, sym: bool) -> Case:
+    """Return an AutoRound case, whose tensors are those of GPTQ without g_idx, or those of AWQ."""
+    source = gptq(name, 4, 16, version="gptq", sym=sym, g_idx="none") if "gptq" in packing_format else awq(name, 16)
+    section = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 16,
+        "sym": sym,
+        "data_type": "int",
+        "packing_format": packing_format,
+        "block_name_to_quantize": "model.layers",
+        "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"}},
+    }
+    return Case(name, section, source.draw)
+
+
 # Suffixes of the modules whose weights are quantised, in all families.
 LINEAR = ("_proj", "lm_head", "c_fc", "query_key_value", "dense", "_to_4h", "_to_h", "Wqkv", ".w1", ".w2", ".w3")
 

@@ -16,6 +16,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from testing.checkpoints.packed import (
     Case,
     Tensors,
+    auto_round,
     awq,
     bitsandbytes,
     compressed_in_order,
@@ -158,5 +159,8 @@ CASES = [
     bitsandbytes("nf4 with nested scales", "nf4", is_nested=True),
     bitsandbytes("fp4 in blocks of 128", "fp4", 128, is_nested=True),
     llm_int8("LLM.int8"),
+    auto_round("AutoRound", "auto_round:auto_gptq", sym=True),
+    auto_round("AutoRound asymmetric", "auto_gptq", sym=False),
+    auto_round("AutoRound as AWQ", "auto_round:auto_awq", sym=False),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}

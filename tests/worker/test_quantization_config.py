@@ -22,6 +22,7 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
 FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 QUARK = {"quant_method": "quark", "global_quant_config": {"weight": FP4}, "exclude": ["lm_head"]}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 FLOAT4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
@@ -66,6 +67,9 @@ def test_a_config_without_one_is_not_quantised():
          WeightFormat("float-quantized", 8, 1, 0, rounds_inputs=True)),
         (compressed(group({**FLOAT4, "strategy": "tensor_group"}), layout="nvfp4-pack-quantized"),
          WeightFormat("nvfp4-pack-quantized", 4, 1, 16)),
+        (AUTO_ROUND, WeightFormat("gptq", 4, 1, 128)),
+        ({**AUTO_ROUND, "packing_format": "auto_round:auto_awq", "sym": False},
+         WeightFormat("awq", 4, 1, 128, is_symmetric=False)),
         (NF4, WeightFormat("nf4", 4, 0, 0)),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, WeightFormat("llm-int8", 8, 1, 0)),
         (QUARK, WeightFormat("quark-mxfp4", 4, 1, 32)),
@@ -107,6 +111,8 @@ def test_a_method_has_the_format_that_it_says(section, expected):
             {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {QUERIES: {"quant_algo": "FP8"}}},
             [False, True],
         ),
+        ({**AUTO_ROUND, "extra_config": {DOWN: {"bits": 16, "data_type": "float"}}}, [False, True]),
+        ({**AUTO_ROUND, "extra_config": {r"self_attn\..*": {"bits": 16}}}, [True, False]),
         ({**NF4, "llm_int8_skip_modules": ["mlp"]}, [False, True]),
         ({**QUARK, "exclude": [QUERIES]}, [True, False]),
         ({**QUARK, "exclude": ["re:.*13"], "layer_quant_config": {"*.q_proj": {"weight": None}}}, [True, True]),
@@ -146,6 +152,14 @@ def test_overrides_of_gptq_change_what_they_name():
     assert formats({**GPTQ, "lm_head": True}, HEAD) == [queries]
 
 
+def test_overrides_of_autoround_change_what_they_name():
+    override = {r".*_proj": {"bits": 8}, DOWN: {"group_size": 32, "sym": False}}
+    queries, down, head = formats({**AUTO_ROUND, "extra_config": override}, QUERIES, DOWN, HEAD)
+    assert queries == WeightFormat("gptq", 8, 1, 128)
+    assert down == WeightFormat("gptq", 4, 1, 32, is_symmetric=False)
+    assert head is None
+
+
 def test_names_come_before_patterns_and_classes():
     section = compressed(group(INT4), group(INT8, r"re:.*_proj"), group({**INT4, "group_size": 32}, DOWN))
     assert [found.columns for found in formats(section, QUERIES, DOWN, "model.layers.0.x")] == [0, 32, 128]
@@ -157,6 +171,10 @@ def test_names_come_before_patterns_and_classes():
         ("awq", r'quantization_config is "awq", but must be an object with one of compressed-tensors, awq, gptq, fp8'),
         ({"quant_method": "hqq"}, r'quant_method is "hqq", but must be one of compressed-tensors, awq'),
         ({"quant_method": "bitsandbytes"}, r"load_in_4bit is false, but must be true, or load_in_8bit must be true"),
+        ({**AUTO_ROUND, "packing_format": "auto_round"}, r'packing_format is "auto_round", but must be one of auto_ro'),
+        ({**AUTO_ROUND, "packing_format": "auto_awq", "bits": 8}, r"bits is 8, but must be 4 with awq"),
+        ({**AUTO_ROUND, "data_type": "mx_fp"}, r'data_type is "mx_fp", but must be int'),
+        ({**AUTO_ROUND, "extra_config": {"x": 4}}, r'extra_config is {"x": 4}, but must be an object of overrides'),
         ({**NF4, "bnb_4bit_quant_type": "nf5"}, r'bnb_4bit_quant_type is "nf5", but must be one of nf4, fp4'),
         ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, r'bnb_4bit_quant_storage is "bfloat16", but must be uint8'),
         ({"bits": 4}, r"quant_method is null, but must be one of"),

@@ -1,11 +1,18 @@
 """ModelOpt (https://github.com/NVIDIA/Model-Optimizer): NVFP4, FP8, and mixtures of both by module."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pagewire.network.weight_formats import ANY, QuantizationRule, WeightFormat, glob_rule, names_of, unserved
+from pagewire.network.weight_formats import (
+    ANY,
+    QuantizationRule,
+    WeightFormat,
+    glob_rule,
+    named_rules,
+    names_of,
+    unserved,
+)
 
 _NVFP4 = WeightFormat("nvfp4", 4, 1, 16)
 _FP8 = WeightFormat("float-quantized", 8, 0, 0, rounds_inputs=True)
@@ -36,15 +43,11 @@ def modelopt_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
 
 
 def _mixed_rules(settings: Mapping[str, Any]) -> Iterator[QuantizationRule]:
-    """Yield one rule for each weight format of a checkpoint that lists its quantised modules by name."""
+    """Return the rules of a checkpoint that lists its quantised modules by name."""
     layers = settings.get("quantized_layers")
     if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
         raise unserved("quantized_layers", layers, "an object of objects with a quant_algo, by the names of modules")
-    names = defaultdict(set)
-    for name, layer in layers.items():
-        names[_format(layer, tuple(_ALGORITHMS))].add(name)
-    for weight_format, modules in names.items():
-        yield QuantizationRule(ANY, weight_format, names=frozenset(modules))
+    return named_rules({name: _format(layer, tuple(_ALGORITHMS)) for name, layer in layers.items()})
 
 
 def _format(settings: Mapping[str, Any], choices: tuple[str, ...]) -> WeightFormat:
