@@ -46,6 +46,15 @@ _COMPRESSED = {
 _GROUP_SIZES = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}  # of the formats that have a fixed one
 # The layouts of AutoRound's packing formats.
 _AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_gptq": "gptq", "auto_round:auto_awq": "awq", "auto_awq": "awq"}
+# Known methods that are not supported, with the contents of their files.
+_REFUSED = {
+    "fbgemm_fp8": "FP8 rows for FBGEMM",
+    "hqq": "codes of HQQ",
+    "torchao": "tensors of torchao's own classes",
+    "exl2": "codes for ExLlamaV2",
+    "exl3": "codes for ExLlamaV3",
+    "mlx": "codes for MLX on Apple processors",
+}
 # With the quant_method to assume if the file does not name one.
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 _FIRST_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AWQ's names for these settings
@@ -54,12 +63,18 @@ _FIRST_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AWQ's names fo
 def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Parse the quantisation settings in the contents of a checkpoint's config.json. Return None if no weight is
     quantised. Raises CheckpointError if the settings are broken or not supported."""
-    section = config.get(SECTION) or config.get("compression_config")
+    of_mlx = config.get("quantization")  # MLX writes this section, and a copy without quant_method
+    section = config.get(SECTION) or config.get("compression_config") or of_mlx
     if not section:
         return None
     if not isinstance(section, Mapping):
         raise unserved(SECTION, section, f"an object with one of {', '.join(METHODS)} as quant_method")
-    method = section.get("quant_method")
+    method = section.get("quant_method") or ("mlx" if of_mlx else None)
+    if isinstance(method, str) and method in _REFUSED:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: {SECTION}: the weights are {_REFUSED[method]} ({method}), which are not supported; use "
+            "the same model in GGUF, AWQ, GPTQ, FP8 or compressed-tensors"
+        )
     if not isinstance(method, str) or method not in _PARSERS:
         raise unserved("quant_method", method, f"one of {', '.join(METHODS)}, or quantization_config must be unset")
     rules = tuple(_PARSERS[method](section))

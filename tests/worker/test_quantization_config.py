@@ -169,7 +169,7 @@ def test_names_come_before_patterns_and_classes():
     ("section", "message"),
     [
         ("awq", r'quantization_config is "awq", but must be an object with one of compressed-tensors, awq, gptq, fp8'),
-        ({"quant_method": "hqq"}, r'quant_method is "hqq", but must be one of compressed-tensors, awq'),
+        ({"quant_method": "vptq"}, r'quant_method is "vptq", but must be one of compressed-tensors, awq'),
         ({"quant_method": "bitsandbytes"}, r"load_in_4bit is false, but must be true, or load_in_8bit must be true"),
         ({**AUTO_ROUND, "packing_format": "auto_round"}, r'packing_format is "auto_round", but must be one of auto_ro'),
         ({**AUTO_ROUND, "packing_format": "auto_awq", "bits": 8}, r"bits is 8, but must be 4 with awq"),
@@ -230,6 +230,31 @@ def test_names_come_before_patterns_and_classes():
 def test_what_is_not_served_is_named_with_what_is(section, message):
     with pytest.raises(CheckpointError, match=f"config.json: .*{message}"):
         parse_quantization({"quantization_config": section})
+
+
+MLX = {"group_size": 64, "bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"quantization_config": {"quant_method": "fbgemm_fp8"}}, "FP8 rows for FBGEMM (fbgemm_fp8)"),
+        ({"quantization_config": {"quant_method": "hqq", "quant_config": {}}}, "codes of HQQ (hqq)"),
+        ({"quantization_config": {"quant_method": "torchao"}}, "tensors of torchao's own classes (torchao)"),
+        ({"quantization_config": {"quant_method": "exl3", "bits": 4.0}}, "codes for ExLlamaV3 (exl3)"),
+        ({"quantization": MLX, "quantization_config": MLX}, "codes for MLX on Apple processors (mlx)"),
+        ({"quantization": MLX}, "codes for MLX on Apple processors (mlx)"),
+    ],
+)
+def test_known_files_that_are_not_served_are_told_with_those_that_are(config, what):
+    with pytest.raises(CheckpointError) as refusal:
+        parse_quantization(config)
+    text = str(refusal.value)
+    assert text.startswith(
+        f"config.json: quantization_config: the weights are {what}, which are not supported; use the"
+    )
+    assert len(text) <= 200
+    assert "\n" not in text
 
 
 def paths(value, path=()):
