@@ -261,8 +261,16 @@ def modelopt(name: str, algorithm: str, **more: Any) -> Case:
     section = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **more}
     if algorithm.endswith("NVFP4"):
         return Case(name, section, draw_nvfp4)
-    channels = {"FP8": None, "FP8_PER_CHANNEL_PER_TOKEN": (1, 1 << 24)}[algorithm]
-    return Case(name, section, fp8(name, channels, "weight_scale").draw)
+    blocks = {"FP8": None, "FP8_PER_CHANNEL_PER_TOKEN": (1, 1 << 24), "FP8_PB_WO": (128, 128)}[algorithm]
+    source = fp8(name, blocks, "weight_scale")
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        tensors, meant = source.draw(generator, out_size, in_size)
+        if algorithm == "FP8_PB_WO":
+            tensors["weight_scale"] = tensors["weight_scale"][:, None, :, None].contiguous()
+        return tensors, meant
+
+    return Case(name, section, draw)
 
 
 def quark(name: str, dtype: str, scheme: str) -> Case:

@@ -63,6 +63,7 @@ def test_a_config_without_one_is_not_quantised():
         (MODELOPT, WeightFormat("nvfp4", 4, 1, 16)),
         ({**MODELOPT, "quant_algo": "W4A16_NVFP4", "group_size": None}, WeightFormat("nvfp4", 4, 1, 16)),
         ({**MODELOPT, "quant_algo": "fp8"}, WeightFormat("float-quantized", 8, 0, 0, rounds_inputs=True)),
+        ({**MODELOPT, "quant_algo": "fp8_pb_wo"}, WeightFormat("float-quantized", 8, 128, 128)),
         ({**MODELOPT, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
          WeightFormat("float-quantized", 8, 1, 0, rounds_inputs=True)),
         (compressed(group({**FLOAT4, "strategy": "tensor_group"}), layout="nvfp4-pack-quantized"),

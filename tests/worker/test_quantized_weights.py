@@ -14,7 +14,7 @@ from pagewire.network.source import load_config
 from pagewire.network.weight_formats import WeightFormat
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.checkpoints.families import FAMILIES, make_checkpoint
-from testing.checkpoints.packed import awq, gptq, make_quantized
+from testing.checkpoints.packed import awq, gptq, make_quantized, modelopt
 from testing.checkpoints.quantized import BY_NAME, CASES
 from testing.models import load_model
 from testing.worker.model_logits import compute_logits, host_operations, packed_products, random_tokens, use_kernels
@@ -246,6 +246,14 @@ def test_a_file_of_modelopt_says_how_weights_are_quantised(tmp_path):
     file.write_text(json.dumps({"quantization": {**settings, "quant_algo": "W4A8_AWQ"}}))
     with pytest.raises(CheckpointError, match=r'hf_quant_config.json: quant_algo is "W4A8_AWQ", but must be'):
         load_config(quantized)
+
+
+def test_a_model_in_blocks_of_modelopt(tmp_path):
+    case = modelopt("FP8 in blocks", "FP8_PB_WO")
+    sizes = {"hidden_size": 256, "intermediate_size": 384}
+    paths = make_quantized(tmp_path, "llama", case, seed=18, **sizes)
+    models = [load_model(path, dtype=torch.float32, device=CPU) for path in paths]
+    assert torch.equal(*(compute_logits(model, random_tokens()) for model in models))
 
 
 def test_modules_of_one_checkpoint_have_formats_of_their_own(tmp_path):

@@ -22,6 +22,7 @@ _ALGORITHMS = {
     "W4A16_NVFP4": _NVFP4,
     "FP8": _FP8,
     "FP8_PER_CHANNEL_PER_TOKEN": replace(_FP8, rows=1),
+    "FP8_PB_WO": WeightFormat("float-quantized", 8, 128, 128),
 }
 _MIXED = "MIXED_PRECISION"
 

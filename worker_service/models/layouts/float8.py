@@ -15,14 +15,17 @@ from worker_service.models.layouts.layout import (
     StoredTensor,
     checked_scale,
     expand_rows,
+    num_blocks,
     scale_shapes,
 )
 
 
 def _stored(scale_kind: str, kept: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
     """Return the dtypes and shapes of the tensors in which a checkpoint stores an FP8 weight. The tensor of the scales
-    is named `scale_kind`, or "weight_scale" in some checkpoints."""
+    is named `scale_kind`, or "weight_scale" in some checkpoints. ModelOpt gives blocks four dimensions."""
     dtypes, shapes = (*SCALES, "F8_E8M0"), scale_shapes(kept, out_size, in_size)
+    if kept.rows > 1:
+        shapes += ((num_blocks(out_size, kept.rows), 1, num_blocks(in_size, kept.columns), 1),)
     return {
         "weight": StoredTensor.of(("F8_E4M3",), (out_size, in_size)),
         scale_kind: StoredTensor.of(dtypes, *shapes, other_kind="weight_scale"),
