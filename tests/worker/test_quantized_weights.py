@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pagewire.common.process.memory_size import describe_memory
 from pagewire.network.checkpoint_files import CheckpointError, model_digest
 from pagewire.network.quantization import parse_quantization
 from pagewire.network.source import load_config
@@ -289,13 +290,17 @@ def test_both_services_tell_formats_apart_by_their_digest(tmp_path):
     assert len(set(digests.values())) == 7
 
 
-def test_a_worker_says_what_becomes_of_quantised_weights(tmp_path, caplog):
-    quantized, _ = make_quantized(tmp_path, "qwen3", BY_NAME["GPTQ of 8 bits"], seed=18)
+@pytest.mark.parametrize("name", ["GPTQ of 8 bits", "nf4"])
+def test_a_worker_says_what_becomes_of_quantised_weights(tmp_path, caplog, name):
+    quantized, _ = make_quantized(tmp_path, "qwen3", BY_NAME[name], seed=18)
     config = WorkerConfig(model=str(quantized), device="cpu", dtype="float32", num_device_blocks=200)
     with caplog.at_level(logging.INFO):
         load_worker(config, "worker")
-    assert "weights are stored in gptq in 8 bits: " in caplog.text
+    kept = "nf4 in 4 bits: 0" if name == "nf4" else "gptq in 8 bits: 8"
+    assert f"weights are stored in {kept} of 9 linear layers use them directly" in caplog.text
+    size = describe_memory((quantized / "model.safetensors").stat().st_size)
     assert "other quantised weights are widened to float32; the model takes " in caplog.text
+    assert f", its files {size}" in caplog.text
 
 
 def test_a_layout_without_a_file_is_refused(tmp_path):

@@ -63,6 +63,10 @@ class Tensors(ABC):
         if `in_size` is not a multiple of the number of inputs that share a scale."""
         return None
 
+    def num_bytes(self) -> int:
+        """Return the size of the weights in the checkpoint's files, in bytes, or 0 if it is not known."""
+        return 0
+
     def working_bytes(self, name: str, num_elements: int) -> int:
         """Return an upper bound on the temporary memory, in bytes, needed to read a weight with `num_elements`
         elements. The memory of the target tensor is not included."""
@@ -105,6 +109,10 @@ class Checkpoint(Tensors):
         own_names = [frozenset((name,)) if names & self._headers.keys() else names for name, names in unstacked.items()]
         self.names = frozenset().union(*own_names)
         self._stacks = {} if self.names == self._headers.keys() else stacks
+
+    def num_bytes(self) -> int:
+        """Return the size of all safetensors files that contain weights, in bytes."""
+        return sum((self.path / file).stat().st_size for file in {header.file for header in self._headers.values()})
 
     def header(self, name: str) -> TensorHeader:
         """Return the header of an existing tensor."""

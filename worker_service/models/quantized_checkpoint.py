@@ -103,6 +103,10 @@ class QuantizedCheckpoint(Tensors):
         has_wide_scales = any(self._checkpoint.header(tensor).dtype == "F32" for tensor in stored)
         return weight.layout.stored_format(weight.format, in_size, has_wide_scales)
 
+    def num_bytes(self) -> int:
+        """Return the size of all safetensors files that contain weights, in bytes."""
+        return self._checkpoint.num_bytes()
+
     def stored_names(self, name: str) -> frozenset[str]:
         """Return the names of the checkpoint tensors (codes, scales, zero points) that store the weight `name`. The
         tensors need not exist."""

@@ -423,13 +423,15 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
 
 
 def log_formats(unloaded: UnloadedModel) -> None:
-    """Log how the model's quantised weights are stored, and their size.
+    """Log how the model's quantised weights are stored, and their size in memory and in the checkpoint's files.
 
     A model without quantised weights logs nothing.
     """
     description = unloaded.describe_quantization()
     if description is not None:
-        logger.info("%s; the model takes %s", description, describe_memory(unloaded.footprint().held))
+        held, stored = unloaded.footprint().held, unloaded.checkpoint.num_bytes()
+        of_files = f", its files {describe_memory(stored)}" if stored else ""
+        logger.info("%s; the model takes %s%s", description, describe_memory(held), of_files)
 
 
 def log_long_rope(rope: RopeConfig | None, max_model_len: int) -> None:
