@@ -6,7 +6,6 @@ format.
 """
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -22,9 +21,17 @@ from pathlib import Path
 
 from pagewire import installation
 from pagewire.client.errors import CommandError
-from pagewire.common.gguf import MAX_LISTING_BYTES, ModelFileError, is_gguf, read_text
+from pagewire.common.gguf import is_gguf
 from pagewire.common.process.memory_size import describe_memory
 from pagewire.compatibility import suggestion
+from pagewire.network.checkpoint_files import (
+    ADAPTER_ALONE,
+    ADAPTER_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointError,
+    weight_files,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +43,6 @@ GIVE = (
     "the bundled model"
 )
 MISSING = f"MODEL is missing (also --model): {GIVE}"
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 # The files besides the weights that the scheduler, the worker and routers read.
 SMALL_FILES = (
     "config.json",
@@ -55,7 +60,8 @@ SMALL_FILES = (
     "hf_quant_config.json",
     "modules.json",
     "*_Pooling/config.json",
-    INDEX,
+    "*.safetensors.index.json",
+    ADAPTER_FILE,
 )
 PICKLED = (".bin", ".pt", ".pth")
 # "models/..." is never a hub id, since the hub has no owner of that name. It is a folder, as in the commands of the
@@ -133,6 +139,9 @@ def check_directory(path: Path, *, with_weights: bool) -> None:
         raise ModelSourceError(f"cannot read the directory {path}: {error.strerror}") from None
     if not names:
         raise ModelSourceError(f"{path} is empty: {GIVE}")
+    is_whole = "config.json" in names and (not with_weights or bool(_weight_files(path, names)))
+    if ADAPTER_FILE in names and not is_whole:
+        raise ModelSourceError(f"{path} {ADAPTER_ALONE}")
     if "config.json" not in names:
         inside = [path / name for name in names if (path / name / "config.json").is_file()]
         files = _gguf_models(names)
@@ -141,7 +150,7 @@ def check_directory(path: Path, *, with_weights: bool) -> None:
         inside += [path.parent] if (path.parent / "config.json").is_file() else []
         hint = f"; did you mean {inside[0]}?" if inside else f": {_native_format(names) or GIVE}"
         raise ModelSourceError(f"{path} has no config.json, so it is not a checkpoint directory{hint}")
-    if with_weights and not {SINGLE, INDEX} & set(names):
+    if not is_whole:
         raise ModelSourceError(f"{path} has {_without_safetensors(names)}")
 
 
@@ -160,7 +169,7 @@ def _without_safetensors(names: Iterable[str]) -> str:
     files = _gguf_models(names)
     if files:
         return f"no safetensors weights, but GGUF files: give one of them by its path, such as {files[0]}"
-    return f"no weights: neither {SINGLE} nor {INDEX} is there"
+    return f"no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
 
 
 def _native_format(names: Iterable[str]) -> str:
@@ -170,7 +179,7 @@ def _native_format(names: Iterable[str]) -> str:
     if not native:
         return ""
     return (
-        f"{native[0]} is in its publisher's own format; the Hugging Face repository has the model in {SINGLE} or "
+        f"{native[0]} is in its publisher's own format; the Hugging Face repository has the model in {SINGLE_FILE} or "
         "parts of it as well: `hf download OWNER/NAME --exclude 'consolidated*' 'original/*' --local-dir DIRECTORY`"
     )
 
@@ -210,24 +219,13 @@ def _is_hub_id(model: str) -> bool:
     return bool(_HUB_ID.fullmatch(model)) and not ("/" in model and Path(model).parent.is_dir())
 
 
-def _weight_files(snapshot: Path, there: Container[str]) -> list[str]:
-    """Return the names of the safetensors files that contain the weights of a downloaded Hugging Face snapshot. `there`
-    has the names of the files that exist.
-
-    If the snapshot has an index, the index lists the files. Without an index, the weights are in a single file. If this
-    single file exists but the index does not list it, the index is outdated, and the result is the single file. Raise
-    ModelSourceError if the index cannot be read.
-    """
-    index = snapshot / INDEX
-    if not index.is_file():
-        return [SINGLE]
+def _weight_files(path: Path, names: Iterable[str]) -> list[str]:
+    """Return the names of the safetensors files with a model's weights, as `weight_files` does. Raise ModelSourceError
+    if the index is broken or it is unclear which files belong to the model."""
     try:
-        names = {str(name) for name in json.loads(read_text(index, MAX_LISTING_BYTES))["weight_map"].values()}
-    except ModelFileError as error:
+        return weight_files(path, names)
+    except CheckpointError as error:
         raise ModelSourceError(str(error)) from None
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ModelSourceError(f"{index} is not an index of safetensors: {error!r}") from None
-    return [SINGLE] if SINGLE in there and SINGLE not in names else sorted(names)
 
 
 def _is_whole(blob: Path) -> bool:
@@ -311,10 +309,14 @@ class _HubModel:
             return None
         if self._remove_cut_files(snapshot) or not (snapshot / "config.json").is_file():
             return None
+        if not self._with_weights:
+            return snapshot
         there = {path.name for path in snapshot.iterdir() if path.is_file()}
-        if self._with_weights and not there.issuperset(_weight_files(snapshot, there)):
+        try:
+            weights = weight_files(snapshot, there)
+        except CheckpointError:  # parts may be missing
             return None
-        return snapshot
+        return snapshot if weights and there.issuperset(weights) else None
 
     def _remove_cut_files(self, snapshot: Path) -> bool:
         """Remove the files of a cached snapshot whose size differs from the size on the hub, so that they are
@@ -353,6 +355,8 @@ class _HubModel:
         self._check_new_files(snapshot, there)
         # The commit is now known, and its list of files is cached. The weights come from the same commit.
         sizes = {file.path: file.size for file in get_cached_repo_tree(self._id, revision=snapshot.name)}
+        if ADAPTER_FILE in sizes and "config.json" not in sizes:
+            raise ModelSourceError(f"the Hugging Face repository {self._name} {ADAPTER_ALONE}")
         if "config.json" not in sizes:
             raise ModelSourceError(f"the Hugging Face repository {self._name} has {self._without_config(sizes)}")
         if self._with_weights:
@@ -398,13 +402,13 @@ class _HubModel:
         )
 
     def _download_weights(self, snapshot: Path, sizes: Mapping[str, int]) -> None:
-        names = _weight_files(snapshot, sizes)
+        names = _weight_files(snapshot, (name for name in sizes if "/" not in name))
         missing = [name for name in names if name not in sizes]
-        if missing == [SINGLE]:
+        if not names:
             raise ModelSourceError(f"the Hugging Face repository {self._name} has {_without_safetensors(sizes)}")
         if missing:
             raise ModelSourceError(
-                f"the Hugging Face repository {self._name} lacks {missing[0]}, which {INDEX} names: choose another "
+                f"the Hugging Face repository {self._name} lacks {missing[0]}, which its index names: choose another "
                 "revision"
             )
         size = describe_memory(sum(sizes[name] for name in names))

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,18 @@ from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_diges
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_config.json"
+# The end of an error message about a model's files; the beginning names the model.
+ADAPTER_ALONE = f"is an adapter ({ADAPTER_FILE}) without its model: merge both with merge_and_unload of peft"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # bytes per element, by the dtype's name in safetensors
 # Element types that quantised weights are stored in.
 _QUANTISED_BYTES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 ELEMENT_BYTES = {**FLOAT_BYTES, **_QUANTISED_BYTES}
 _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file; the format's own limit
 _PICKLED = ("*.bin", "*.pt", "*.pth")
+_INDEX_SUFFIX = ".safetensors.index.json"
+_PART = re.compile(r"(.*)-\d+-of-(\d+)\.safetensors")
+_OTHER_FORMATS = ("adapter_model.", "consolidated")  # files that are no weights, or have the publisher's tensor names
 
 
 class CheckpointError(Exception):
@@ -63,51 +71,80 @@ def model_digest(path: Path) -> bytes:
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Return the headers of all tensors of a checkpoint directory, by tensor name. As in transformers,
-    model.safetensors is the whole checkpoint if it exists, even next to an outdated index. But if the index lists this
-    file together with other files, it is one of several shards.
+    """Return the headers of all tensors of a checkpoint directory, by tensor name. As in transformers, all tensors of a
+    file count, even if the index does not list them; of tensors with the same name, the one in the last file counts.
 
     Raises CheckpointError if there are no safetensors files, if the index names a missing file, or if a file is not
     safetensors.
     """
-    has_single, has_index = (path / SINGLE_FILE).is_file(), (path / INDEX_FILE).is_file()
-    if not has_single and not has_index:
+    files, found = weight_files(path), dict[str, TensorHeader]()
+    if not files:
         raise CheckpointError(_without_weights(path))
-    if has_single and not (has_index and _is_part(path / INDEX_FILE)):
-        return _read_header(path / SINGLE_FILE)
-    weight_map = read_json(path / INDEX_FILE, MAX_LISTING_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{path / INDEX_FILE} has no weight_map")
-    found: dict[str, TensorHeader] = {}
-    for file_name in {shown(name): name for name in weight_map.values()}.values():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise CheckpointError(
-                f"{path / INDEX_FILE} names {shown(file_name)}, which is not a file in the same directory"
-            )
-        if not (path / file_name).is_file():
-            raise CheckpointError(f"{path / file_name} is missing; {INDEX_FILE} names it")
-        in_file = _read_header(path / file_name)
-        found |= {name: header for name, header in in_file.items() if weight_map.get(name) == file_name}
-    for name, file_name in weight_map.items():
-        if name not in found:
-            raise CheckpointError(f"tensor {name} is not in {path / file_name}, although {INDEX_FILE} lists it there")
+    for name in files:
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path / name} is missing; the index of the safetensors files names it")
+        found |= _read_header(path / name)
     return found
+
+
+def weight_files(path: Path, names: Iterable[str] | None = None) -> list[str]:
+    """Return the names of the safetensors files with a model's weights, in order, or an empty list if there are none.
+
+    As in transformers, model.safetensors is the whole checkpoint if it exists, even next to an outdated index. But if
+    the index lists this file together with other files, it is one of several parts. If neither exists, files of other
+    names are accepted, as in vLLM: one index, one file, or all numbered parts of one model.
+
+    Args:
+        path: the checkpoint directory.
+        names: the names of the model's files; by default the files in `path`. The index must be in `path`.
+
+    Raises:
+        CheckpointError: the index is broken, or it is unclear which files belong to the model.
+    """
+    there = sorted(entry.name for entry in path.glob("*")) if names is None else sorted(names)
+    found = [name for name in there if name.endswith(".safetensors") and not name.startswith(_OTHER_FORMATS)]
+    indexes = [INDEX_FILE] if INDEX_FILE in there else [name for name in there if name.endswith(_INDEX_SUFFIX)]
+    if SINGLE_FILE in found and not (indexes and _is_part(path / indexes[0])):
+        return [SINGLE_FILE]
+    if len(indexes) == 1:
+        return _listed_files(path / indexes[0])
+    models = {match.groups() if (match := _PART.fullmatch(name)) else (name, "1") for name in found}
+    if len(models) > 1:
+        some = " and ".join(found[:2])
+        raise CheckpointError(f"{path} has the weights of several models, {some}, and no {INDEX_FILE}: keep one model")
+    num_parts = max((int(total) for _, total in models), default=0)
+    if len(found) != num_parts:
+        raise CheckpointError(f"{path} has {len(found)} of {num_parts} parts of the weights, such as {found[0]}")
+    return found
+
+
+def _listed_files(index: Path) -> list[str]:
+    """Return the names of the safetensors files that an index lists, in order."""
+    weight_map = read_json(index, MAX_LISTING_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} has no weight_map")
+    names = {shown(name): name for name in weight_map.values()}.values()
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index} names {shown(name)}, which is not a file in the same directory")
+    return sorted(names)
 
 
 def _is_part(index: Path) -> bool:
     """Return whether a safetensors index lists model.safetensors together with other files. Then model.safetensors is
-    only one shard of the checkpoint."""
+    only one part of the checkpoint."""
     try:
-        weight_map = read_json(index, MAX_LISTING_BYTES).get("weight_map")
+        names = _listed_files(index)
     except CheckpointError:
         return False
-    names = [*weight_map.values()] if isinstance(weight_map, dict) else []
-    return SINGLE_FILE in names and any(name != SINGLE_FILE for name in names)
+    return SINGLE_FILE in names and len(names) > 1
 
 
 def _without_weights(path: Path) -> str:
-    pickled = sorted(file.name for pattern in _PICKLED for file in path.glob(pattern))
+    if (path / ADAPTER_FILE).is_file():
+        return f"{path} {ADAPTER_ALONE}"
     text = f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+    pickled = sorted(file.name for pattern in _PICKLED for file in path.glob(pattern))
     if not pickled:
         return f"{text}; use a checkpoint with safetensors files, or convert this one"
     return f"{text}; pickled weights, such as {pickled[0]}, are never loaded: convert the checkpoint to safetensors"

@@ -53,6 +53,8 @@ REPOSITORIES = {
     "org/merged": Repository(
         {**SMALL, "model.safetensors": WEIGHTS, "model.safetensors.index.json": json.dumps(INDEX).encode()}
     ),
+    "org/gptq": Repository({**SMALL, "gptq_model-4bit-128g.safetensors": WEIGHTS, "old/model.safetensors": b"o"}),
+    "org/adapter": Repository({"adapter_config.json": b"{}", "adapter_model.safetensors": b"a"}),
     "org/gated": Repository({**SMALL, "model.safetensors": WEIGHTS}, gated=True),
 }  # fmt: skip
 PROGRAM = """
@@ -170,6 +172,14 @@ def test_weights_in_several_files(served: tuple[Hub, str], tmp_path: Path) -> No
     assert names_in(Path(ended.stdout.split()[0])) == {*SMALL, "model.safetensors.index.json", *weights}
 
 
+@pytest.mark.thorough
+def test_weights_of_another_name(served: tuple[Hub, str], tmp_path: Path) -> None:
+    for _ in range(2):
+        ended = run(locating("org/gptq"), environ(tmp_path / "hf", served[1]), tmp_path)
+        assert names_in(Path(ended.stdout.split()[0])) == {*SMALL, "gptq_model-4bit-128g.safetensors"}
+    assert "is in the local cache" in ended.stderr
+
+
 def test_a_scheduler_downloads_no_weights(served: tuple[Hub, str], tmp_path: Path) -> None:
     variables = environ(tmp_path / "hf", served[1])
     ended = run(locating("org/whole", with_weights=False), variables, tmp_path)
@@ -195,6 +205,7 @@ def test_a_revision(served: tuple[Hub, str], tmp_path: Path) -> None:
             ("org/gated", None, "org/gated is gated: accept its terms at http"),
             ("org/pickled", None, "org/pickled has only pickled weights (pytorch_model.bin)"),
             ("org/gguf", None, "org/gguf has GGUF files and no config.json: run `hf download org/gguf model-q4.gguf`"),
+            ("org/adapter", None, "org/adapter is an adapter (adapter_config.json) without its model: merge both"),
             ("org/no-model", None, "org/no-model has no config.json: give a checkpoint directory"),
         ),
     ],

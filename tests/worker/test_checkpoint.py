@@ -185,7 +185,7 @@ def test_ignored_tensors(path):
 
 def test_missing_shard(sharded):
     next(sharded.glob("model-00002-*")).unlink()
-    with pytest.raises(CheckpointError, match=r"model-00002-of-\d+\.safetensors is missing; model\.safetensors\.index"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-\d+\.safetensors is missing; the index of the"):
         load(sharded)
 
 
@@ -209,15 +209,6 @@ def test_a_model_file_that_an_index_names_with_others_is_a_part(path):
     names = {name: "further.safetensors" if name in apart else "model.safetensors" for name in whole}
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     load(path)
-
-
-def test_index_that_names_the_wrong_shard(sharded):
-    index = json.loads((sharded / "model.safetensors.index.json").read_text())
-    names = index["weight_map"]
-    names["model.norm.weight"] = names["model.embed_tokens.weight"]
-    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is not in \S+model-00001"):
-        load(sharded)
 
 
 def test_index_that_names_a_file_elsewhere(sharded):
