@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from pagewire.common.gguf import ROPE_FACTORS, GgufError, GgufFile, config_json
+from pagewire.network.blocks import parts_of
 from pagewire.network.checkpoint_files import CheckpointError, TensorHeader
 from pagewire.network.families import parse_config
 from pagewire.network.network import Network
-from pagewire.network.rewrites import with_ropes
+from pagewire.network.operations import Projection, Share
+from pagewire.network.rewrites import rewrite, with_ropes
 
 _FREQUENCIES = "rope_freqs.weight"
 
@@ -41,10 +43,22 @@ def load_gguf_config(path: Path) -> Network:
         model = parse_config(config)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: its metadata does not describe a supported model: {error}") from error
+    model = replace(model, operations=rewrite(model.operations, {Projection: _as_in_gguf}))
     if _FREQUENCIES not in file.tensors or model.rope is None:
         return model
-    divisors = _read_divisors(file, _FREQUENCIES, model.heads.head_dim // 2)
+    divisors = _read_divisors(file, _FREQUENCIES, model.rope.rotary_size(model.heads.head_dim) // 2)
     return replace(model, operations=with_ropes(model.operations, lambda rope: replace(rope, divisors=divisors)))
+
+
+def _as_in_gguf(projection: Projection) -> Projection:
+    """Return a projection as GGUF files store it: no weight is transposed, and the rows of all queries come first, then
+    those of all keys and of all values."""
+    heads, rows = projection.heads, projection.parts[0].rows
+    if heads is None or not heads.are_by_head:
+        return replace(projection, is_transposed=False)
+    share = Share.of(rows.size // 3, heads.head_dim, rows.counted)
+    parts = tuple(parts_of([projection.name], [share] * 3))
+    return replace(projection, parts=parts, heads=replace(heads, are_by_head=False))
 
 
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:

@@ -13,18 +13,83 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
+_ARCH = gguf.MODEL_ARCH
 ARCHITECTURES = {
-    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
-    "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
-    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
-    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
-    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
-    "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
-    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
-    "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
-    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "LlamaForCausalLM": _ARCH.LLAMA,
+    "MistralForCausalLM": _ARCH.LLAMA,
+    "MixtralForCausalLM": _ARCH.LLAMA,
+    "Ministral3ForCausalLM": _ARCH.MISTRAL3,
+    "GraniteForCausalLM": _ARCH.GRANITE,
+    "GraniteMoeHybridForCausalLM": _ARCH.GRANITE,
+    "SmolLM3ForCausalLM": _ARCH.SMOLLM3,
+    "ArceeForCausalLM": _ARCH.ARCEE,
+    "Ernie4_5ForCausalLM": _ARCH.ERNIE4_5,
+    "SeedOssForCausalLM": _ARCH.SEED_OSS,
+    "Qwen2ForCausalLM": _ARCH.QWEN2,
+    "Qwen2MoeForCausalLM": _ARCH.QWEN2MOE,
+    "Qwen3ForCausalLM": _ARCH.QWEN3,
+    "Qwen3MoeForCausalLM": _ARCH.QWEN3MOE,
+    "GemmaForCausalLM": _ARCH.GEMMA,
+    "Gemma2ForCausalLM": _ARCH.GEMMA2,
+    "Gemma3ForCausalLM": _ARCH.GEMMA3,
+    "Phi3ForCausalLM": _ARCH.PHI3,
+    "GptOssForCausalLM": _ARCH.GPT_OSS,
+    "OlmoForCausalLM": _ARCH.OLMO,
+    "Olmo2ForCausalLM": _ARCH.OLMO2,
+    "Olmo3ForCausalLM": _ARCH.OLMO2,
+    "OlmoeForCausalLM": _ARCH.OLMOE,
+    "Exaone4ForCausalLM": _ARCH.EXAONE4,
+    "GlmForCausalLM": _ARCH.CHATGLM,
+    "Glm4ForCausalLM": _ARCH.GLM4,
+    "Glm4MoeForCausalLM": _ARCH.GLM4_MOE,
+    "Dots1ForCausalLM": _ARCH.DOTS1,
+    "MiniMaxM2ForCausalLM": _ARCH.MINIMAXM2,
+    "CohereForCausalLM": _ARCH.COMMAND_R,
+    "Cohere2ForCausalLM": _ARCH.COHERE2,
+    "StableLmForCausalLM": _ARCH.STABLELM,
+    "Starcoder2ForCausalLM": _ARCH.STARCODER2,
+    "FalconForCausalLM": _ARCH.FALCON,
+    "GPTNeoXForCausalLM": _ARCH.GPTNEOX,
+    "GPT2LMHeadModel": _ARCH.GPT2,
+    "BloomForCausalLM": _ARCH.BLOOM,
+    "MptForCausalLM": _ARCH.MPT,
 }
-_GEMMAS = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)  # files of these architectures store 1 + w for norms
+# Files of these architectures pair neighbours in the rows of queries and keys.
+_PERMUTED = (_ARCH.LLAMA, _ARCH.MISTRAL3, _ARCH.GRANITE, _ARCH.SMOLLM3, _ARCH.ARCEE, _ARCH.OLMO)
+# Settings of config.json by their keys in GGUF files, for all files whose config.json has one of them.
+_KEYS = {
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "attention.scale": ("attention_multiplier",),
+    "attention.clamp_kqv": ("clip_qkv",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling", "logit_scale"),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "use_parallel_residual": ("use_parallel_residual",),
+    "expert_count": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_shared_count": ("n_shared_experts",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "leading_dense_block_count": ("first_k_dense_replace",),
+}
+_EXPERTS_OF_DEEPSEEK = (_ARCH.GLM4_MOE, _ARCH.DOTS1)
+_WINDOWED = (
+    *(_ARCH.LLAMA, _ARCH.GEMMA2, _ARCH.GEMMA3, _ARCH.PHI3, _ARCH.GPT_OSS),
+    *(_ARCH.OLMO2, _ARCH.EXAONE4, _ARCH.COHERE2),
+)
+# Keys that the converter writes for some architectures only, with their names in config.json.
+_SOME_KEYS = (
+    ("expert_feed_forward_length", "moe_intermediate_size", (_ARCH.QWEN3MOE, _ARCH.QWEN2MOE, *_EXPERTS_OF_DEEPSEEK)),
+    ("expert_feed_forward_length", "intermediate_size", (_ARCH.GPT_OSS, _ARCH.MINIMAXM2)),
+    ("expert_weights_scale", "routed_scaling_factor", _EXPERTS_OF_DEEPSEEK),
+    ("expert_weights_norm", "norm_topk_prob", _EXPERTS_OF_DEEPSEEK),
+    ("attention.sliding_window", "sliding_window", _WINDOWED),
+)
+_GEMMAS = (_ARCH.GEMMA, _ARCH.GEMMA2, _ARCH.GEMMA3)  # files of these architectures store 1 + w for norms
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # Types that PyPI `gguf` can read but not write: the bytes of a block, its number of weights, and the places of its
 # float16 scale and minimum.
@@ -51,6 +116,7 @@ def write_gguf(
     tokenizer: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     replaced: Mapping[str, Any] | None = None,
+    arch: gguf.MODEL_ARCH | None = None,
 ) -> Path:
     """Write a checkpoint's model and tokenizer to the GGUF file `path` and return the path.
 
@@ -61,34 +127,62 @@ def write_gguf(
         tokenizer: keys of `tokenizer.ggml.`; by default they are derived from tokenizer.json.
         settings: further keys and values; None removes a key.
         replaced: tensors by name, each with its type, in place of the checkpoint's tensors.
+        arch: the architecture to name; by default the one that belongs to the checkpoint's.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    arch = ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    found = {**_settings(gguf.MODEL_ARCH_NAMES[arch], config), **_tokenizer_keys(checkpoint, config, tokenizer)}
+    usual = ARCHITECTURES[config["architectures"][0]]
+    name = gguf.MODEL_ARCH_NAMES[arch or usual]
+    writer = gguf.GGUFWriter(path, name)
+    found = {f"{name}.{key}": value for key, value in _settings(usual, config).items()}
+    found |= {"general.type": "model", "general.file_type": 1, **_tokenizer_keys(checkpoint, config, tokenizer)}
     for key, value in {**found, **(settings or {})}.items():
         if value is not None:
             _add(writer, key, value)
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    for name, tensor in _stacked(_apart(load_file(checkpoint / "model.safetensors"))).items():
-        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert own_name is not None, name
+    for own_name, tensor in own_tensors(checkpoint, config).items():
         if replaced and own_name in replaced:
             continue
-        if arch is gguf.MODEL_ARCH.LLAMA and (".attn_q." in own_name or ".attn_k." in own_name):
-            heads = config["num_attention_heads" if ".attn_q." in own_name else "num_key_value_heads"]
-            tensor = permuted(tensor, heads)
-        if arch in _GEMMAS and own_name.endswith("_norm.weight"):
-            tensor = tensor.float() + 1
         own_type = next((kind for ending, kind in (types or {}).items() if own_name.endswith(ending)), type_name)
-        is_exact = tensor.dim() == 1 or own_name.endswith(("ffn_gate_inp.weight", ".bias"))
-        add_tensor(writer, own_name, tensor, "F32" if is_exact else own_type)
+        add_tensor(writer, own_name, tensor, "F32" if tensor.dim() == 1 or own_name.endswith(_EXACT) else own_type)
     for own_name, (tensor, own_type) in {**_rope_factors(config), **(replaced or {})}.items():
         add_tensor(writer, own_name, tensor, own_type)
     for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         finish()
     writer.close()
     return path
+
+
+# Tensors that the converter writes in float32.
+_EXACT = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", ".bias")
+
+
+def own_tensors(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint as llama.cpp's converter writes them, by their names in GGUF files."""
+    arch = ARCHITECTURES[config["architectures"][0]]
+    names = gguf.get_tensor_name_map(arch, _first(config, "num_hidden_layers", "n_layer", "n_layers"))
+    found = {}
+    for name, tensor in _stacked(_apart(load_file(checkpoint / "model.safetensors"))).items():
+        if arch in (_ARCH.BLOOM, _ARCH.GPT2):
+            name = name.removeprefix("transformer.")
+        if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")) and arch is _ARCH.GPT2:
+            tensor = tensor.t()
+        if ".query_key_value." in name and arch in (_ARCH.BLOOM, _ARCH.GPTNEOX):
+            heads = _first(config, "num_attention_heads", "n_head")
+            tensor = tensor.unflatten(0, (heads, 3, -1)).swapaxes(0, 1).reshape(tensor.shape)
+        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own_name is not None, name
+        if arch in _PERMUTED and (".attn_q." in own_name or ".attn_k." in own_name):
+            tensor = permuted(
+                tensor, config["num_attention_heads" if ".attn_q." in own_name else "num_key_value_heads"]
+            )
+        if arch in _GEMMAS and own_name.endswith("_norm.weight"):
+            tensor = tensor.float() + 1
+        found[own_name] = tensor
+    return found
+
+
+def _first(config: Mapping[str, Any], *names: str) -> Any:
+    """Return the first of the named settings that a config.json has, or None."""
+    return next((config[name] for name in names if config.get(name) is not None), None)
 
 
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
@@ -117,10 +211,16 @@ def _parts(match: re.Match[str]) -> list[str]:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors with the stacked projections of gpt-oss separated, each [experts, outputs, inputs], as in
-    llama.cpp's converter."""
+    """Return the tensors with the stacked projections of gpt-oss separated, each [experts, outputs, inputs], and with
+    the shared MLP of Granite 4 separated, as in llama.cpp's converter."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
+        if ".shared_mlp.input_linear." in name:
+            parts = zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True)
+            found |= {name.replace("shared_mlp.input_linear", f"mlp.{part}"): half for part, half in parts}
+            continue
+        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         match = _OF_ALL_EXPERTS.fullmatch(name)
         if match is None:
             found[f"{name}.weight" if name.endswith(".sinks") else name] = tensor
@@ -194,44 +294,63 @@ def dequantized(path: Path) -> dict[str, np.ndarray]:
     }
 
 
-def _settings(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+def _settings(arch: gguf.MODEL_ARCH, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a GGUF file that llama.cpp's converter derives from a config.json, without the architecture's
+    prefix."""
+    attention = config.get("attn_config") or {}
+    config = {**config, "clip_qkv": config.get("clip_qkv", attention.get("clip_qkv"))}
+    width = _first(config, "hidden_size", "n_embd", "d_model")
+    heads = _first(config, "num_attention_heads", "n_head", "n_heads")
+    head_dim = config.get("head_dim") or width // heads
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    local_rope = rope.get("sliding_attention", {})
     rope = rope.get("full_attention", rope)
+    share = rope.get("partial_rotary_factor", config.get("rotary_dim", head_dim) / head_dim)
     found = {
-        "general.type": "model",
-        f"{arch}.block_count": config["num_hidden_layers"],
-        f"{arch}.context_length": config["max_position_embeddings"],
-        f"{arch}.embedding_length": config["hidden_size"],
-        f"{arch}.feed_forward_length": config["intermediate_size"],
-        f"{arch}.attention.head_count": config["num_attention_heads"],
-        f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
-        f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        f"{arch}.attention.key_length": head_dim,
-        f"{arch}.attention.value_length": head_dim,
-        f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
-        f"{arch}.rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        f"{arch}.attention.sliding_window": None if arch.startswith("qwen") else config.get("sliding_window"),
-        f"{arch}.attn_logit_softcapping": config.get("attn_logit_softcapping"),
-        f"{arch}.final_logit_softcapping": config.get("final_logit_softcapping"),
-        "general.file_type": 1,
+        "block_count": _first(config, "num_hidden_layers", "n_layer", "n_layers"),
+        "context_length": _first(config, "max_position_embeddings", "n_positions", "max_seq_len") or 2048,
+        "embedding_length": width,
+        "feed_forward_length": _first(config, "intermediate_size", "n_inner") or 4 * width,
+        "attention.head_count": heads,
+        "attention.head_count_kv": 1 if arch is _ARCH.FALCON else config.get("num_key_value_heads") or heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": int(head_dim * share),
+        "rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        "attention.max_alibi_bias": float(attention["alibi_bias_max"]) if attention else None,
+        "attention.layer_norm_epsilon": 1e-5 if arch in (_ARCH.OLMO, _ARCH.MPT) else None,
     }
-    if arch in ("qwen3moe", "gpt-oss"):
-        found[f"{arch}.expert_count"] = config.get("num_experts") or config["num_local_experts"]
-        found[f"{arch}.expert_used_count"] = config["num_experts_per_tok"]
-        found[f"{arch}.expert_feed_forward_length"] = config.get("moe_intermediate_size", config["intermediate_size"])
-    if arch == "gemma3":
-        found[f"{arch}.rope.freq_base_swa"] = float(local_rope.get("rope_theta", 10_000.0))
-        found[f"{arch}.attention.sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
-    if rope.get("rope_type") == "longrope":
-        found[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-        found[f"{arch}.rope.scaling.attn_factor"] = _attention_factor(rope, config["max_position_embeddings"])
-    if rope.get("rope_type") in ("linear", "yarn"):
-        found[f"{arch}.rope.scaling.type"] = rope["rope_type"]
-        found[f"{arch}.rope.scaling.factor"] = float(rope["factor"])
-    if rope.get("rope_type") == "yarn":
-        found[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    found |= {key: value for key, names in _KEYS.items() if (value := _first(config, *names)) is not None}
+    found |= {key: config.get(name) for key, name, archs in _SOME_KEYS if arch in archs}
+    if config.get("num_local_experts") == 0:  # Granite 4
+        found |= {"attention.head_count_kv": [config["num_key_value_heads"]] * found["block_count"]}
+        found |= {"expert_shared_feed_forward_length": found["feed_forward_length"], "rope.scaling.finetuned": True}
+    if arch in (_ARCH.DOTS1, _ARCH.MINIMAXM2, _ARCH.GLM4_MOE):
+        found["expert_gating_func"] = gguf.ExpertGatingFuncType.SIGMOID.value
+    if arch is _ARCH.GLM4_MOE:
+        found["nextn_predict_layers"] = 1
+        found["block_count"] += 1
+    if arch in (_ARCH.OLMO2, _ARCH.EXAONE4) and found["attention.sliding_window"]:
+        found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
+    if arch is _ARCH.GEMMA3:
+        local = config["rope_parameters"].get("sliding_attention", {})
+        found["rope.freq_base_swa"] = float(local.get("rope_theta", 10_000.0))
+        found["attention.sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
+    return found | _scaling(arch, config, rope)
+
+
+def _scaling(arch: gguf.MODEL_ARCH, config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+    found: dict[str, Any] = {}
+    if kind == "longrope":
+        factor = _attention_factor(rope, config["max_position_embeddings"])
+        found |= {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": factor}
+    if kind in ("linear", "yarn"):
+        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if kind == "yarn":
+        found["rope.scaling.original_context_length"] = original
+    if arch is _ARCH.MISTRAL3:
+        found["rope.scaling.yarn_log_multiplier"] = rope.get("mscale_all_dim")
+        found["attention.temperature_scale"] = rope.get("llama_4_scaling_beta")
     return found
 
 
@@ -258,7 +377,7 @@ def _tokenizer_keys(checkpoint: Path, config: Mapping[str, Any], tokenizer: Mapp
             tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": ["a b"]}
     found = {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
     end = config.get("eos_token_id")
-    if end is not None:
+    if isinstance(end, int):
         found["tokenizer.ggml.eos_token_id"] = end
     described = checkpoint / "tokenizer_config.json"
     if described.is_file():

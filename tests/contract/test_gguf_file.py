@@ -166,6 +166,7 @@ PLAIN = {
     "tie_word_embeddings": True, "dtype": "float32", "rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e4},
     "eos_token_id": [],
 }  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16}
 GEMMA3 = GEMMA | {
     "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_local_base_freq": 1e4,
@@ -188,19 +189,47 @@ EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_lengt
         (
             "gemma2",
             {"attention.key_length": 16},
-            GEMMA | {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            GEMMA
+            | {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+            | {"layer_types": [SLIDING, FULL]},
         ),
-        ("gemma3", {"attention.key_length": 16}, GEMMA3 | {"sliding_window": None, "sliding_window_pattern": 1}),
+        ("gemma3", {"attention.key_length": 16}, GEMMA3 | {"sliding_window": None, "layer_types": [FULL] * 2}),
         (
             "gemma3",
             {"attention.key_length": 16, "attention.sliding_window": 8},
-            GEMMA3 | {"sliding_window": 8, "sliding_window_pattern": 6},
+            GEMMA3 | {"sliding_window": 8, "layer_types": [SLIDING] * 2},
         ),
         ("phi3", {}, {"sliding_window": None, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
         (
             "gpt-oss",
             EXPERTS | {"attention.sliding_window": 8},
-            {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8},
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8}
+            | {"layer_types": [SLIDING, FULL]},
+        ),
+        (
+            "llama",
+            EXPERTS,
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+        ),
+        (
+            "granite",
+            {"attention.scale": 0.5, "logit_scale": 8.0},
+            {"attention_multiplier": 0.5, "logits_scaling": 8.0}
+            | dict.fromkeys(("embedding_multiplier", "residual_multiplier")),
+        ),
+        ("olmo2", {}, {"sliding_window": None, "layer_types": [FULL] * 2}),
+        (
+            "olmo2",
+            {"attention.sliding_window": 8},
+            {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 8, "layer_types": [SLIDING] * 2},
+        ),
+        (
+            "glm4moe",
+            EXPERTS | {"expert_shared_count": 1},
+            {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            | dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group"))
+            | {"norm_topk_prob": False, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "use_qk_norm": False}
+            | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
         ),
     ],
 )

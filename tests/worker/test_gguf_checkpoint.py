@@ -342,8 +342,8 @@ def test_what_cannot_be_served_is_refused_by_name(
         ),
         ({"settings": {"gpt-oss.attention.sliding_window": None}}, r"has no gpt-oss\.attention\.sliding_window, which"),
         (
-            {"settings": {"gpt-oss.attention.sliding_window_pattern": 3}},
-            r"gpt-oss\.attention\.sliding_window_pattern is 3, but must be 2: no other value is supported",
+            {"settings": {"gpt-oss.attention.sliding_window_pattern": [True] * 3}},
+            r"gpt-oss\.attention\.sliding_window_pattern is array.*, but must be an array of 2 numbers",
         ),
     ],
 )  # fmt: skip

@@ -13,47 +13,11 @@ from pagewire.kernels.weight import StoredFormat, StoredWeight
 from pagewire.network.checkpoint_files import CheckpointError
 from pagewire.network.gguf_files import open_gguf
 from worker_service.models.checkpoint import FLOATS, Piece, Tensors
+from worker_service.models.gguf_names import names_of
 from worker_service.models.layouts.gguf import BLOCKS, decode_rows, is_finite
 
-_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-# Modules that some architectures name differently or have in addition.
-_GEMMA_MODULES = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_EXPERT_MODULES = {
-    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
-    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
-}
-_OTHER_LAYER_MODULES = {
-    "gemma2": _GEMMA_MODULES,
-    "gemma3": _GEMMA_MODULES,
-    "qwen3moe": {"ffn_gate_inp": "mlp.gate", **_EXPERT_MODULES},
-    "gpt-oss": {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_gate_inp": "mlp.router",
-        **_EXPERT_MODULES,
-    },
-    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-}
-_OWN_MODULES = {ours: own for own, ours in _MODULES.items()}
-_SINKS = {"self_attn.sinks": "attn_sinks.weight"}  # has neither ".weight" nor ".bias" in checkpoint directories
 _IN_CONFIG = frozenset({"rope_freqs.weight", *ROPE_FACTORS.values()})  # tensors that describe the rope, not weights
+_ONE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix with one row, which some files store as a vector
 _TURNED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 _MAX_CHUNK = 1 << 20  # elements decoded at once; one row or head is always decoded whole
 _WORKING_BYTES = 16  # temporary bytes per element: the code and its group's parts, and two float32 values
@@ -80,16 +44,15 @@ class GgufCheckpoint(Tensors):
         """Read the header of the GGUF file `path`. Raises CheckpointError if the file is not a supported GGUF file."""
         self._file = open_gguf(path)
         architecture = self._file.metadata.get("general.architecture", "")
-        self._gguf_names = _gguf_names(architecture)
-        self._checkpoint_names = {own: ours for ours, own in self._gguf_names.items()}
+        self._names = names_of(architecture)
         names = self._file.tensors.keys() - _IN_CONFIG
         self._sources = {ours: source for name in sorted(names) for ours, source in self._contained_tensors(name)}
         self.names = frozenset(self._sources)
         self.formats = tuple(sorted({info.type_name for info in self._file.tensors.values()} - FLOATS.keys()))
-        self._adds_one = architecture in ARCHITECTURES and ARCHITECTURES[architecture].adds_one_to_norms
-        # These files use the interleaved rope layout: the rows of query and key projections pair neighbours within a
-        # head.
-        self._turned_rows = config_json(self._file)["head_dim"] if architecture == "llama" else 0
+        described = ARCHITECTURES.get(architecture)
+        self._adds_one = described is not None and described.adds_one_to_norms
+        is_turned = described is not None and described.pairs_neighbours
+        self._turned_rows = config_json(self._file)["head_dim"] if is_turned else 0
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
         """Return the format in which a weight with `in_size` inputs can be kept in memory as the file stores it. Return
@@ -116,7 +79,7 @@ class GgufCheckpoint(Tensors):
         expected = list(piece.shape or piece.target.shape)
         if name not in self._sources:
             raise CheckpointError(
-                f"tensor {self._gguf_name(name)} is missing in {self._file.path}; expected shape {expected}"
+                f"tensor {self._names.gguf_name(name)} is missing in {self._file.path}; expected shape {expected}"
             )
         own_name, shape = self._sources[name].name, list(self._sources[name].shape)
         if shape != expected:
@@ -194,43 +157,14 @@ class GgufCheckpoint(Tensors):
     def _contained_tensors(self, own_name: str) -> Iterator[tuple[str, _Source]]:
         """Yield the names and locations of the weights that one tensor of the file contains. If the tensor stacks the
         experts of a layer, there is one weight for each expert, otherwise one weight for the tensor."""
-        name, shape = self._checkpoint_name(own_name), self._file.tensors[own_name].shape
+        name, shape = self._names.checkpoint_name(own_name), self._file.tensors[own_name].shape
+        if own_name.endswith(_ONE_ROW) and len(shape) == 1:
+            shape = (1, *shape)
         if "{expert}" not in name or len(shape) != (2 if own_name.endswith(".bias") else 3):
             yield name, _Source(own_name, shape)
             return
         for expert in range(shape[0]):
             yield name.format(expert=expert), _Source(own_name, shape[1:], expert * shape[1])
-
-    def _checkpoint_name(self, own_name: str) -> str:
-        """Translate the name of a GGUF tensor to its name in checkpoint directories. If there is no such name, return
-        the GGUF name."""
-        module, _, kind = own_name.rpartition(".")
-        match = re.fullmatch(r"blk\.(\d+)\.(.+)", own_name)
-        if match is None:
-            return f"{_MODULES[module]}.{kind}" if module in _MODULES else own_name
-        layer, part = match.groups()
-        return f"model.layers.{layer}.{self._checkpoint_names[part]}" if part in self._checkpoint_names else own_name
-
-    def _gguf_name(self, name: str) -> str:
-        """Translate a tensor's name in checkpoint directories to its name in the GGUF file."""
-        module, _, kind = name.rpartition(".")
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-        if match is None:
-            return f"{_OWN_MODULES[module]}.{kind}"
-        layer, part = match.groups()
-        part = re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", part)
-        return f"blk.{layer}.{self._gguf_names[part]}"
-
-
-def _gguf_names(architecture: str) -> dict[str, str]:
-    """Return the GGUF names of the tensors of a layer, for one GGUF architecture. The keys are the names of the tensors
-    in checkpoint directories with safetensors files."""
-    modules = {**_LAYER_MODULES, **_OTHER_LAYER_MODULES.get(architecture, {})}
-    # If two GGUF names map to one module, the architecture's own name comes last and wins.
-    own_modules = {ours: own for own, ours in modules.items()}
-    return {
-        f"{ours}.{kind}": f"{own}.{kind}" for ours, own in own_modules.items() for kind in ("weight", "bias")
-    } | _SINKS
 
 
 def _to_half_split(rows: Tensor, head_dim: int) -> Tensor:

@@ -4,9 +4,17 @@ The services parse these as they parse the files of a checkpoint directory, so t
 setting that changes the computation in an unsupported way is refused by its key; it is never ignored.
 """
 
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
-from pagewire.common.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, Architecture, architecture_of
+from pagewire.common.gguf.architectures import (
+    ARCHITECTURES,
+    ROPE_FACTORS,
+    Architecture,
+    architecture_of,
+    settings_of,
+)
 from pagewire.common.gguf.file import GgufError, GgufFile, Metadata
 from pagewire.common.gguf.tokenizer import SpecialTokens
 from pagewire.common.wire.sampling_rules import CHECKPOINTS_OPTIONS
@@ -18,10 +26,13 @@ _INERT: dict[str, tuple[object, ...]] = {
     "expert_group_count": (0, 1),
     "expert_gating_func": (0, 1),  # 0: unset; 1: softmax
     "expert_weights_scale": (0.0, 1.0),
+    "expert_shared_feed_forward_length": (0,),
+    "leading_dense_block_count": (0,),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "embedding_scale": (0.0, 1.0),
     "attention.scale": (0.0,),
+    "attention.temperature_scale": (0.0,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.causal": (True,),
@@ -31,8 +42,11 @@ _INERT: dict[str, tuple[object, ...]] = {
     "pooling_type": (0, 1, 3),  # none, mean, last; used for embeddings only
     "nextn_predict_layers": (0,),
     "rope.scaling.alpha": (0.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
 }
-_EXACT = (".ffn_gate_inp.weight", ".bias")  # in float32, whatever the dtype of the model
+_MAX_LAYERS = 1 << 12
+# In float32, whatever the dtype of the model.
+_EXACT = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias", "position_embd.weight")
 # Sampling options with a different name in GGUF.
 _OTHER_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 _SAMPLING = {_OTHER_NAMES.get(name, name): name for name in CHECKPOINTS_OPTIONS}
@@ -44,10 +58,11 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     """
     name = architecture_of(file)
     architecture, keys = ARCHITECTURES[name], Metadata(file, f"{name}.")
-    _refuse_unsupported(keys, architecture.served)
+    _refuse_unsupported(keys, architecture)
     hidden_size, num_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
     head_dim = _head_dim(keys, hidden_size, num_heads, turns_a_part=architecture.turns_a_part)
-    return {
+    of_norms = ("layer_norm_eps", "epsilon") if architecture.has_layer_norms else ("rms_norm_eps", "rms_epsilon")
+    config: dict[str, Any] = {
         "architectures": [architecture.in_config],
         "model_type": name,
         "hidden_size": hidden_size,
@@ -58,17 +73,24 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "vocab_size": _vocab_size(file),
         "max_position_embeddings": keys.whole("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        of_norms[0]: keys.number(f"attention.layer_norm_{of_norms[1]}"),
         "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": not file.tensors.keys().isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "use_sliding_window": False,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
         **_rope(keys, architecture, head_dim),
         **SpecialTokens.of(file).ids(),
-        **architecture.settings(keys),
+        **architecture.constants,
+        **settings_of(keys, architecture.settings),
+        **architecture.more(keys),
     }
+    if architecture.window_period:
+        config["layer_types"] = _layer_types(
+            keys, architecture.window_period, has_window=bool(config["sliding_window"])
+        )
+    return config | {name: config[usual] for name, usual in architecture.names.items()}
 
 
 def generation_config_json(file: GgufFile) -> dict[str, Any]:
@@ -104,11 +126,29 @@ def tokenizer_config_json(file: GgufFile) -> dict[str, Any]:
     return found
 
 
-def _refuse_unsupported(keys: Metadata, served: frozenset[str]) -> None:
-    for key, inert in _INERT.items():
+def _refuse_unsupported(keys: Metadata, architecture: Architecture) -> None:
+    served = architecture.served.union(key for key, _ in architecture.settings.values())
+    for key, inert in {**_INERT, **architecture.expected}.items():
         value = keys.file.metadata.get(keys.prefix + key)
         if value is not None and key not in served and value not in inert:
             raise keys.error(key, f"{inert[-1]!r}: no other value is supported")
+
+
+def _layer_types(keys: Metadata, period: int, *, has_window: bool) -> list[str]:
+    """Return the attention type of each layer. A file may have a flag for each layer, which is true for a sliding
+    window, or the number of layers of which the last has no window; `period` is the default of this number. The number
+    0 means windows in all layers. Without `has_window`, no layer has a window.
+    """
+    key, num_layers = "attention.sliding_window_pattern", keys.whole("block_count")
+    if num_layers > _MAX_LAYERS:
+        raise keys.error("block_count", f"at most {_MAX_LAYERS}")
+    flags: Sequence[float] | None = None
+    if isinstance(keys.file.metadata.get(keys.prefix + key), array):
+        flags = keys.numbers(key, num_layers)
+    else:
+        period = keys.whole(key, period)
+    slides = flags or [not period or (layer + 1) % period for layer in range(num_layers)]
+    return ["sliding_attention" if has_window and each else "full_attention" for each in slides]
 
 
 def _head_dim(keys: Metadata, hidden_size: int, num_heads: int, *, turns_a_part: bool) -> int:
@@ -147,6 +187,12 @@ def _rope(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str
     scaling = Metadata(keys.file, f"{keys.prefix}rope.scaling.")
     kind = scaling.text("type", "linear" if scaling.has("factor") else "none")
     rope: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}
+    if beta := keys.number("attention.temperature_scale", 0.0):
+        original = scaling.whole("original_context_length", keys.whole("context_length"))
+        rope |= {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
+    local_theta = keys.number("rope.freq_base_swa", rope["rope_theta"])
+    if local_theta != rope["rope_theta"] and "rope_local_base_freq" not in architecture.settings:
+        raise keys.error("rope.freq_base_swa", f"{rope['rope_theta']}, the same as rope.freq_base")
     if architecture.turns_a_part:
         rope["partial_rotary_factor"] = keys.whole("rope.dimension_count", head_dim) / head_dim
     if architecture.has_rope_factors and not keys.file.tensors.keys().isdisjoint(ROPE_FACTORS.values()):
@@ -166,7 +212,7 @@ def _rope(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str
 
 
 def _yarn(scaling: Metadata) -> dict[str, Any]:
-    for key, inert in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0), ("attn_factor", 1.0)):
+    for key, inert in (("yarn_ext_factor", 1.0), ("attn_factor", 1.0)):
         if scaling.number(key, inert) != inert:
             raise scaling.error(key, f"{inert}: no other value is supported")
     found: dict[str, Any] = {
@@ -178,6 +224,8 @@ def _yarn(scaling: Metadata) -> dict[str, Any]:
         )
         if scaling.has(key)
     }
+    if multiplier := scaling.number("yarn_log_multiplier", 0.0):
+        found |= {"mscale": 1.0, "mscale_all_dim": multiplier}
     if scaling.has("original_context_length"):
         found["original_max_position_embeddings"] = scaling.whole("original_context_length")
     return found

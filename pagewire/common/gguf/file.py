@@ -192,7 +192,15 @@ class Metadata:
         return GgufError(f"{self.file.path}: {name} is {shown(value)}, but must be {expected}")
 
     def whole(self, key: str, default: int | None = None) -> int:
-        return self._checked(key, default, lambda value: type(value) is int and value >= 0, "a whole number from 0")
+        """Return a whole number, from 0. The file may have it for each layer, in an array, if all layers have the same
+        number."""
+
+        def is_legal(value: Any) -> bool:
+            first = value[0] if isinstance(value, array) and len(set(value)) == 1 else value
+            return type(first) is int and first >= 0
+
+        value = self._checked(key, default, is_legal, "a whole number from 0")
+        return value[0] if isinstance(value, array) else value
 
     def number(self, key: str, default: float | None = None) -> float:
         return float(

@@ -31,6 +31,8 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 # llama.cpp's default for files without a name, which are older than the names.
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
@@ -63,7 +65,8 @@ PRE_TOKENIZERS = {
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"),
         PreTokenizer((_LLAMA3,), takes_whole_words=True, adds_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
+    "glm4": PreTokenizer((_LLAMA3,), takes_whole_words=True),
     **dict.fromkeys(("qwen2", "megrez"), PreTokenizer((_QWEN2,), is_composed=True)),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "hunyuan"), PreTokenizer((_QWEN2,))),
     "qwen35": PreTokenizer((_QWEN35,), is_composed=True),
@@ -72,7 +75,9 @@ PRE_TOKENIZERS = {
         PreTokenizer((r"\p{N}", _GPT2)),
     ),
     "tekken": PreTokenizer((_TEKKEN,), takes_whole_words=True, adds_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), PreTokenizer((_GPT4O,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), PreTokenizer((_GPT4O,))),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer(_DEEPSEEK3)),
     "seed-coder": PreTokenizer((_SEED,)),
+    "falcon": PreTokenizer(_FALCON),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), PreTokenizer((_BLOOM,))),
 }
