@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pagewire.network.operations import BlockPattern
+
 # The (key_cache, value_cache) of one layer, each a view [num_blocks, block_size, num_kv_heads, row_size]; see
 # `pagewire.kernels.cache_rows`.
 LayerCache = tuple[Tensor, Tensor]
@@ -13,7 +15,7 @@ LayerCache = tuple[Tensor, Tensor]
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """The parameters that turn the dot products of queries and keys into attention weights: scale, window, ALiBi
-    slopes, softcap and sinks.
+    slopes, softcap, sinks and block pattern.
 
     `pagewire.kernels.reference.attention_weights` specifies the computation.
 
@@ -32,6 +34,7 @@ class Scoring:
             Sinks", 2023, https://arxiv.org/abs/2309.17453). None means no sinks.
         is_bidirectional: whether a query also attends to later positions of its row: all of them, or with a window as
             many as before it. Only the C kernels support it, and not together with ALiBi.
+        pattern: the blocks of positions that queries attend to, in block-sparse attention. None means all blocks.
     """
 
     scale: float
@@ -40,22 +43,7 @@ class Scoring:
     softcap: float = 0.0
     sinks: Tensor | None = None
     is_bidirectional: bool = False
-
-
-class Selection(NamedTuple):
-    """The KV cache blocks that each sequence reads in sparse attention. Sparse attention reads only some blocks of a
-    sequence.
-
-    Attributes:
-        blocks: [S, num_kv_heads, max_selected], the blocks that each KV head of a row (one running sequence) reads.
-            Each entry is an index into the block table of the row. An index occurs at most once; the order is free. The
-            kernels require int32 and dense memory.
-        num_blocks: [S, num_kv_heads], the number of valid entries of each list in `blocks`. The entries after them may
-            have any value. The kernels require int32 and dense memory.
-    """
-
-    blocks: Tensor
-    num_blocks: Tensor
+    pattern: BlockPattern | None = None
 
 
 class NormRopeParams(NamedTuple):

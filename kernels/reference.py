@@ -7,8 +7,9 @@ Paged attention follows Kwon et al., "Efficient Memory Management for Large Lang
 import torch
 from torch import Tensor
 
-from pagewire.kernels.arguments import NormRopeParams, Scoring, Selection
+from pagewire.kernels.arguments import NormRopeParams, Scoring
 from pagewire.kernels.cache_rows import read_rows, write_rows
+from pagewire.network.operations import BlockPattern
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -61,16 +62,15 @@ def paged_attention(
     seq_lens: list[int],
     query_start_loc: list[int],
     scoring: Scoring,
-    selection: Selection | None = None,
 ) -> Tensor:
     """Compute attention of S rows (one running sequence each) over one layer's paged KV cache, which already contains
     the keys and values of the new tokens. The attention is causal unless `scoring.is_bidirectional` is set.
 
     Row i has tokens query_start_loc[i] to query_start_loc[i + 1] of the batch; they are the last of its seq_lens[i]
-    positions. With a window, a query at position q attends only to positions q - window + 1 to q. Three kinds of
-    positions are never read and may contain anything, including NaN: positions from seq_lens[i] on, positions before
-    the window of the row's first query, and positions of blocks that are not selected. A query that attends to no
-    position, such as the query of a padding row with seq_len 0, returns zeros.
+    positions. With a window, a query at position q attends only to positions q - window + 1 to q. Two kinds of
+    positions are never read and may contain anything, including NaN: positions from seq_lens[i] on, and positions
+    before the window of the row's first query. A query that attends to no position, such as the query of a padding row
+    with seq_len 0, returns zeros.
 
     Args:
         query: [T, num_heads, head_dim]; each KV head is shared by num_heads / num_kv_heads consecutive query heads.
@@ -79,7 +79,6 @@ def paged_attention(
         seq_lens: [S], the number of positions of each row after this step.
         query_start_loc: [S + 1].
         scoring: the parameters that turn dot products into attention weights.
-        selection: the blocks to read; None means all blocks of each row.
 
     Returns:
         [T, num_heads, head_dim] in the dtype of the query; computed in float32, or in float64 for a float64 query.
@@ -96,32 +95,44 @@ def paged_attention(
         query_positions = torch.arange(seq_len - (end - start), seq_len, device=query.device)
         for head in range(num_kv_heads):
             positions = torch.arange(first, seq_len, device=query.device)
-            if selection is not None:
-                selected = selection.blocks[row, head, : int(selection.num_blocks[row, head])]
-                positions = positions[torch.isin(positions // block_size, selected)]
             slots = block_tables[row].long()[positions // block_size], positions % block_size, head
             # [N, head_dim] each
             keys, values = (read_rows(cache[slots], groups.dtype) for cache in (key_cache, value_cache))
             scores = torch.einsum("qgd,nd->gqn", groups[start:end, head], keys) * scoring.scale
             distances = query_positions[:, None] - positions  # [queries, N]
-            own_sinks = None if sinks is None else sinks[head]
             if scoring.is_bidirectional:
                 distances = distances.abs()
-            weights = attention_weights(scores, distances, window, slopes[head], scoring.softcap, own_sinks)
+            is_hidden = distances < 0
+            if window:
+                is_hidden |= distances >= window
+            if scoring.pattern is not None:
+                heads = head * len(scores) + torch.arange(len(scores), device=query.device)[:, None, None]
+                is_hidden = is_hidden | ~sees_blocks(scoring.pattern, query_positions[:, None], positions, heads)
+            own_sinks = None if sinks is None else sinks[head]
+            weights = attention_weights(scores, distances, is_hidden, slopes[head], scoring.softcap, own_sinks)
             output[start:end, head] = torch.einsum("gqn,nd->qgd", weights, values)
     return output.flatten(1, 2).to(query.dtype)
 
 
+def sees_blocks(pattern: BlockPattern, queries: Tensor, keys: Tensor, heads: Tensor) -> Tensor:
+    """Return whether queries attend to the blocks of keys in block-sparse attention. `queries` and `keys` are
+    positions, and `heads` are query heads. The arguments are broadcast to the shape of the result. Keys after a query
+    are not hidden."""
+    blocks = keys // pattern.block_size
+    is_local = queries // pattern.block_size - blocks < pattern.num_local
+    return is_local | ((blocks + pattern.first + heads * pattern.head_step) % pattern.stride == 0)
+
+
 def attention_weights(
-    scores: Tensor, distances: Tensor, window: int, slopes: Tensor, softcap: float, sinks: Tensor | None = None
+    scores: Tensor, distances: Tensor, is_hidden: Tensor, slopes: Tensor, softcap: float, sinks: Tensor | None = None
 ) -> Tensor:
     """Compute the attention weights of each query: the softmax over the scores of the keys that the query may attend
     to. The weights of a query that attends to no position are zeros.
 
     Args:
         scores: [num_heads, queries, N], scaled, float32.
-        distances: [queries, N], the number of positions from key to query. A key after its query is hidden.
-        window: keys at a distance of `window` or more are hidden. 0 means no window.
+        distances: [queries, N], the number of positions from key to query.
+        is_hidden: [queries, N] or [num_heads, queries, N], the keys to which a query may not attend.
         slopes: [num_heads], the decrease of a score for each position of distance.
         softcap: bounds the scores to softcap * tanh(score / softcap), before the slopes. 0 means that the scores are
             not bounded.
@@ -134,9 +145,6 @@ def attention_weights(
     if softcap:
         scores = softcap * (scores / softcap).tanh()
     scores = scores - slopes[:, None, None] * distances
-    is_hidden = distances < 0
-    if window:
-        is_hidden |= distances >= window
     scores = scores.masked_fill(is_hidden, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)

@@ -137,7 +137,7 @@ class DecoderKernel:
             logit_rows: [R] int64, indexes of the tokens whose logits are computed; R is at most T. The values are not
                 checked.
             rows: the rows of the step, T tokens in total.
-            scorings: one per layer. Only the window may differ between layers. Sinks come from the operations.
+            scorings: one per layer. Only window and pattern may differ between layers. Sinks come from the operations.
             kv_cache: one per layer; all have the same dtype, shape and strides.
 
         Returns:
@@ -220,6 +220,7 @@ class DecoderKernel:
             if type(operation) in (QkNormRopeStore, AttendPaged):
                 at.key_cache, at.value_cache = map(address_of, kv_cache[operation.layer])
                 at.window = scorings[operation.layer].window
+                at.pattern = scorings[operation.layer].pattern or ()
         self._decoder.put(cache_element=element_of(first_key.dtype))
         # The query stride is set for each operation, and the rows are set at each step.
         self._step = cache_step(scorings[0], self._decoder.at.num_heads, 0, first_key, first_value)

@@ -111,6 +111,9 @@ def cache_step(
             f"{num_heads} query heads of {head_dim} over {num_kv_heads} KV heads; the query heads must be a multiple "
             f"of the KV heads, and the head size at most {MAX_HEAD_DIM}"
         )
+    if scoring.pattern is not None and scoring.pattern.block_size % constants.TILE_POSITIONS:
+        unit = constants.TILE_POSITIONS
+        raise ValueError(f"pattern has blocks of {scoring.pattern.block_size} positions; make it a multiple of {unit}")
     step = Structure(
         "attention_step",
         num_heads=num_heads,
@@ -126,6 +129,7 @@ def cache_step(
         softcap=scoring.softcap,
         alibi_slopes=scoring.alibi_slopes,
         sinks=scoring.sinks,
+        pattern=scoring.pattern or (),
     )
     for name in ("alibi_slopes", "sinks"):
         check(name, getattr(scoring, name), torch.float32, (num_heads,))

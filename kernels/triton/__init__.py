@@ -1,6 +1,5 @@
 """GPU kernels in Triton, as functions on tensors. `kernels/reference.py` specifies the result of each function.
 
 The worker uses `PagedAttention`, which it prepares once per step for all layers. `paged_attention_v1`,
-`paged_attention_v2` and `paged_prefill` compute one layer each; they are for other callers and for tuning tiles. The
-same holds for a `Selection`, with which attention reads only some blocks of a row: no supported model uses it.
+`paged_attention_v2` and `paged_prefill` compute one layer each; they are for other callers and for tuning tiles.
 """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels.arguments import Scoring, Selection
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton import tiles
 from pagewire.kernels.triton.cache import check_caches
 from pagewire.kernels.triton.launching import ALIGNMENT, FLOATS, RepeatedLaunch, Strided, check_tensor, operand
@@ -22,8 +22,8 @@ LOWEST = tl.constexpr(-3.0e38)
 
 
 # A `Scoring` in units of log 2: the factor of the dot products (see `score_factor`), and the softcap or None. The
-# slopes and sinks, [num_heads] float32 or None, are in units of 1.
-ScoreArguments = namedtuple("ScoreArguments", "factor cap slopes sinks")
+# slopes and sinks, [num_heads] float32 or None, are in units of 1. The pattern is a `BlockPattern` or None.
+ScoreArguments = namedtuple("ScoreArguments", "factor cap slopes sinks pattern")
 # The compile-time constants of a kernel: query heads per KV head; head_dim and the next power of two; positions per
 # block; the rows of queries and the positions of keys in a tile; and the type of the operands of dot products.
 AttentionConstants = namedtuple(
@@ -81,7 +81,8 @@ class LayerGroup:
         _check_queries(query_shape, query_dtype, cache)
         check_scoring(scoring, query_shape[1])
         cap = scoring.softcap * LOG2_E if scoring.softcap else None
-        weighing = ScoreArguments(score_factor(scoring), cap, scoring.alibi_slopes, scoring.sinks)
+        numbers = (scoring.alibi_slopes, scoring.sinks, scoring.pattern)
+        weighing = ScoreArguments(score_factor(scoring), cap, *numbers)
         return LayerGroup(tuple(query_shape), query_dtype, tuple(cache.shape), cache.dtype, scoring, weighing)
 
     def launch(self, kernel: Any, name: str, grid: Callable[[AttentionConstants], tuple[int, int]]) -> RepeatedLaunch:
@@ -96,26 +97,17 @@ class LayerGroup:
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         return RepeatedLaunch(kernel, (*grid(shape), 1), {"SHAPE": shape}, options)
 
-    def rows(
-        self, block_tables: Tensor, seq_lens: Tensor, num_rows: int, window: int | None, selection: Selection | None
-    ) -> tuple[Any, ...]:
+    def rows(self, block_tables: Tensor, seq_lens: Tensor, num_rows: int, window: int | None) -> tuple[Any, ...]:
         """Return the kernel arguments that describe `num_rows` rows (running sequences), in the order of the kernel
         parameters.
 
-        The arguments are block_tables, their row stride, seq_lens, `window` unchanged, and (selected blocks, number of
-        selected blocks) or None. Tensors with one entry per row are separate arguments and not in a tuple: Triton
-        recompiles a kernel if the alignment of a tensor inside a tuple changes. Raises ValueError if a tensor does not
-        have `num_rows` rows.
+        The arguments are block_tables, their row stride, seq_lens, and `window` unchanged. Tensors with one entry per
+        row are separate arguments and not in a tuple: Triton recompiles a kernel if the alignment of a tensor inside a
+        tuple changes. Raises ValueError if a tensor does not have `num_rows` rows.
         """
         check_tensor("block_tables", block_tables, (num_rows, "max_blocks"), torch.int32, is_strided=True)
         check_tensor("seq_lens", seq_lens, (num_rows,), torch.int32)
-        selected = None
-        if selection is not None:
-            num_kv_heads = self.cache_shape[2]
-            check_tensor("selected_blocks", selection.blocks, (num_rows, num_kv_heads, "max_selected"), torch.int32)
-            check_tensor("num_selected", selection.num_blocks, (num_rows, num_kv_heads), torch.int32)
-            selected = (Strided.of(selection.blocks), selection.num_blocks)
-        return block_tables, block_tables.stride(0), seq_lens, window, selected
+        return block_tables, block_tables.stride(0), seq_lens, window
 
     def tensors(
         self, query: Tensor, caches: PagedCaches, sinks: Tensor | None = None, output: Tensor | None = None
@@ -257,3 +249,11 @@ def adjust_scores(scores, distances, slopes, weighing):
     if weighing.slopes is not None:
         scores -= slopes[:, None] * distances.to(tl.float32)
     return scores
+
+
+@triton.jit
+def sees_blocks(pattern, queries, keys, heads):
+    """Compute `pagewire.kernels.reference.sees_blocks` for some positions of queries and keys, and query heads."""
+    blocks = keys // pattern.block_size
+    is_local = queries // pattern.block_size - blocks < pattern.num_local
+    return is_local | ((blocks + pattern.first + heads * pattern.head_step) % pattern.stride == 0)

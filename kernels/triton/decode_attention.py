@@ -18,7 +18,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels.arguments import Scoring, Selection
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton.attention_arguments import (
     LOWEST,
     LayerGroup,
@@ -28,6 +28,7 @@ from pagewire.kernels.triton.attention_arguments import (
     load_slopes,
     one_layer,
     prepare_queries,
+    sees_blocks,
 )
 from pagewire.kernels.triton.launching import RepeatedLaunch, check_tensor
 
@@ -161,7 +162,7 @@ class SplitPlan:
 
         Args:
             seq_lens: [S] int32.
-            max_positions: upper bound on the positions that a row reads: the window, or max_selected * block_size.
+            max_positions: upper bound on the positions that a row reads, such as the window.
 
         Raises:
             ValueError: the plan is for another number of rows, or max_positions is below 1.
@@ -200,7 +201,6 @@ def paged_attention_v1(
     block_tables: Tensor,
     seq_lens: Tensor,
     scoring: Scoring,
-    selection: Selection | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
     """Compute attention for a decode step: one query per row over one layer's paged KV cache. One program of the kernel
@@ -217,7 +217,7 @@ def paged_attention_v1(
             head_dim a multiple of 8 from 16 to 256.
         block_tables: [S, max_blocks] int32, the last dimension dense.
         seq_lens: [S] int32, on the device.
-        scoring, selection: as specified.
+        scoring: as specified.
         output: memory for the result, with the query's shape and dtype, the last dimension dense; None means new
             memory.
 
@@ -227,7 +227,7 @@ def paged_attention_v1(
     Raises:
         ValueError: a shape, dtype, stride or number is not supported.
     """
-    return paged_attention_v2(query, key_cache, value_cache, block_tables, seq_lens, None, scoring, selection, output)
+    return paged_attention_v2(query, key_cache, value_cache, block_tables, seq_lens, None, scoring, output)
 
 
 def paged_attention_v2(
@@ -238,14 +238,13 @@ def paged_attention_v2(
     seq_lens: Tensor,
     plan: SplitPlan | None,
     scoring: Scoring,
-    selection: Selection | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
     """Compute the same result as `paged_attention_v1`, with the KV cache of long rows split among several programs.
     This is faster for few rows, or for long rows among short rows.
 
     Args:
-        query, key_cache, value_cache, block_tables, seq_lens, scoring, selection, output: as in `paged_attention_v1`.
+        query, key_cache, value_cache, block_tables, seq_lens, scoring, output: as in `paged_attention_v1`.
         plan: a plan allocated for this number of rows and these heads, and decided for these `seq_lens`. Its scratch
             memory is overwritten. None means that rows are not split.
 
@@ -256,7 +255,7 @@ def paged_attention_v2(
         ValueError: a shape, dtype, stride or number is not supported.
     """
     group, layer = one_layer(query, key_cache, value_cache, scoring, output)
-    DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], plan, selection).launch(layer)
+    DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], plan).launch(layer)
     return layer.output.data
 
 
@@ -288,7 +287,6 @@ class DecodeAttention:
         seq_lens: Tensor,
         num_rows: int,
         plan: SplitPlan | None,
-        selection: Selection | None = None,
     ) -> "DecodeAttention":
         """Prepare attention for the first `num_rows` queries of a decode step, as `paged_attention_v2` computes it, or
         as `paged_attention_v1` if `plan` is None.
@@ -298,7 +296,7 @@ class DecodeAttention:
         num_tokens, num_heads, head_dim = group.query_shape
         if num_rows > num_tokens:
             raise ValueError(f"there are {num_rows} rows but only {num_tokens} queries; pass a query for each row")
-        rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or ANY_LEN, selection)
+        rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or ANY_LEN)
         num_kv_heads = group.cache_shape[2]
         if plan is not None:
             plan.check((num_rows, num_heads, head_dim))
@@ -338,19 +336,17 @@ _ROWS = ["block_tables", "seq_lens"]
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def _paged_attention_v1_kernel(
-    output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing, SHAPE: tl.constexpr,
+    output, query, caches, block_tables, table_stride, seq_lens, window, weighing, SHAPE: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     block_table, seq_len = block_tables + row * table_stride, tl.load(seq_lens + row)
-    sums, _, totals = _attend_split(
-        0, 1, row, head, query, caches, block_table, seq_len, window, selected, weighing, SHAPE
-    )
+    sums, _, totals = _attend_split(0, 1, row, head, query, caches, block_table, seq_len, window, weighing, SHAPE)
     _store_means(output, row, head, sums, totals, SHAPE)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def _paged_attention_v2_kernel(
-    splits, output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing,
+    splits, output, query, caches, block_tables, table_stride, seq_lens, window, weighing,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Triton kernel that computes attention for one split of a row's KV cache per program. If a row has only one split,
@@ -364,7 +360,7 @@ def _paged_attention_v2_kernel(
     block_table, seq_len = block_tables + row * table_stride, tl.load(seq_lens + row)
     split_of_row = split - first_split
     sums, highest, totals = _attend_split(
-        split_of_row, num_splits, row, head, query, caches, block_table, seq_len, window, selected, weighing, SHAPE
+        split_of_row, num_splits, row, head, query, caches, block_table, seq_len, window, weighing, SHAPE
     )
     if num_splits == 1:
         _store_means(output, row, head, sums, totals, SHAPE)
@@ -415,7 +411,7 @@ def _reduction_kernel(
 
 @triton.jit
 def _attend_split(
-    split, num_splits, row, head, query, caches, block_table, seq_len, window, selected, weighing, SHAPE: tl.constexpr,
+    split, num_splits, row, head, query, caches, block_table, seq_len, window, weighing, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Compute attention over one split of a row's KV cache, for the query heads that share a KV head. Return the
     softmax state: the weighted sums of values, [block_m, padded_dim], and the highest scores and total weights,
@@ -431,11 +427,6 @@ def _attend_split(
     slopes = load_slopes(weighing, factors, heads, is_group)
     first = tl.maximum(seq_len - window, 0)
     begin, end = first // BLOCK_N * BLOCK_N, seq_len
-    blocks = selected
-    if selected is not None:
-        line = row * tl.num_programs(0) + head
-        blocks = selected[0].data + line * selected[0].strides[1]
-        begin, end = 0, tl.load(selected[1] + line) * BLOCK_SIZE
     chunk = tl.cdiv(tl.cdiv(end - begin, num_splits), BLOCK_N) * BLOCK_N
     begin += split * chunk
     end = tl.minimum(begin + chunk, end)
@@ -446,42 +437,37 @@ def _attend_split(
     highest = tl.full([SHAPE.block_m], LOWEST, tl.float32)
     totals = tl.full([SHAPE.block_m], 0.0, tl.float32)
     sums = tl.full([SHAPE.block_m, SHAPE.padded_dim], 0.0, tl.float32)
-    position, block, is_read = _locate(begin + columns, end, first, seq_len, block_table, blocks, BLOCK_SIZE)
+    block, is_read = _locate(begin + columns, end, first, block_table, BLOCK_SIZE)
     for start in tl.range(begin, end, BLOCK_N):
-        offset = (start + columns) % BLOCK_SIZE
+        position = start + columns
+        offset = position % BLOCK_SIZE
+        is_seen = is_read[None, :]
+        if weighing.pattern is not None:
+            is_seen = is_seen & sees_blocks(weighing.pattern, seq_len - 1, position[None, :], heads[:, None])
+            is_read = tl.max((is_seen & is_group[:, None]).to(tl.int32), axis=0) > 0
         keys_at = key_cache + (block * keys.strides[0] + offset * keys.strides[1])[:, None]
         key_tile = tl.load(keys_at, mask=is_read[:, None] & is_dim, other=0.0).to(SHAPE.operand)
         values_at = value_cache + (block * values.strides[0] + offset * values.strides[1])[:, None]
         value_tile = _load_values(values_at, is_read[:, None], is_dim, SHAPE.operand)
         scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * factors[:, None]
         scores = adjust_scores(scores, (seq_len - 1 - position)[None, :], slopes, weighing)
-        scores = tl.where(is_read[None, :], scores, float("-inf"))
+        scores = tl.where(is_seen, scores, float("-inf"))
         sums, highest, totals = _accumulate(scores, value_tile, sums, highest, totals)
         # The block ids of the next tile are loaded here. If they were loaded at their use, the keys and values of the
         # next tile could not be loaded while this tile is computed.
-        position, block, is_read = _locate(
-            start + BLOCK_N + columns, end, first, seq_len, block_table, blocks, BLOCK_SIZE
-        )
+        block, is_read = _locate(position + BLOCK_N, end, first, block_table, BLOCK_SIZE)
     if split == 0:
         sums, highest, totals = count_sinks(sums, highest, totals, weighing, heads, is_group)
     return sums, highest, totals
 
 
 @triton.jit
-def _locate(index, end, first, seq_len, block_table, selected_blocks, BLOCK_SIZE: tl.constexpr):
-    """Find where to read keys and values in the KV cache. `index` numbers the positions to read in one sequence. For
-    each index, return the position in the sequence, the block id in the KV cache, and whether to read the position.
-
-    Without sparse attention, an index is a position. With sparse attention, the indexes count only the positions in the
-    selected blocks, one block after the other.
-    """
-    logical = index // BLOCK_SIZE
-    if selected_blocks is not None:
-        logical = tl.load(selected_blocks + logical, mask=index < end, other=0)
-    position = logical * BLOCK_SIZE + index % BLOCK_SIZE
-    is_read = (index < end) & (position >= first) & (position < seq_len)
-    block = tl.load(block_table + logical, mask=is_read, other=0)
-    return position, block.to(tl.int64), is_read
+def _locate(position, end, first, block_table, BLOCK_SIZE: tl.constexpr):
+    """Find where to read keys and values in the KV cache. For each position of a sequence, return the block id in the
+    KV cache, and whether to read the position."""
+    is_read = (position < end) & (position >= first)
+    block = tl.load(block_table + position // BLOCK_SIZE, mask=is_read, other=0)
+    return block.to(tl.int64), is_read
 
 
 @triton.jit

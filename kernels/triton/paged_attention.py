@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pagewire.kernels.arguments import Selection
 from pagewire.kernels.triton.attention_arguments import LayerGroup, PagedCaches
 from pagewire.kernels.triton.decode_attention import DecodeAttention, SplitPlan
 from pagewire.kernels.triton.prefill_attention import PrefillAttention
@@ -35,14 +34,13 @@ class PagedAttention:
         query_start_loc: Tensor,
         num_decodes: int,
         plan: SplitPlan | None,
-        selection: Selection | None = None,
     ) -> "PagedAttention":
         """Prepare attention for a step in which the host knows how many rows (running sequences) decode. The decode
         rows must come first, with one query each.
 
         Args:
             group: the layers.
-            block_tables, seq_lens, selection: as in `paged_prefill`.
+            block_tables, seq_lens: as in `paged_prefill`.
             query_start_loc: [S + 1] int32, on the device.
             num_decodes: number of rows at the beginning that have one query.
             plan: the split plan, decided once per step for the first `num_decodes` of seq_lens. The rows are then split
@@ -58,12 +56,11 @@ class PagedAttention:
         if num_decodes:
             first = slice(0, num_decodes)
             tensors = (block_tables[first], seq_lens[first])
-            parts.append(DecodeAttention.of(group, *tensors, num_decodes, plan, _of_rows(selection, first)))
+            parts.append(DecodeAttention.of(group, *tensors, num_decodes, plan))
         if num_decodes < num_rows:
             rest = slice(num_decodes, None)
             tensors = (block_tables[rest], seq_lens[rest])
-            starts = query_start_loc[rest]
-            parts.append(PrefillAttention.of(group, *tensors, starts, num_decodes, _of_rows(selection, rest)))
+            parts.append(PrefillAttention.of(group, *tensors, query_start_loc[rest], num_decodes))
         return PagedAttention(group, tuple(parts))
 
     @staticmethod
@@ -120,7 +117,3 @@ class PagedAttention:
         for part in self.parts:
             part.launch(layer)
         return layer.output.data
-
-
-def _of_rows(selection: Selection | None, rows: slice) -> Selection | None:
-    return None if selection is None else Selection(selection.blocks[rows], selection.num_blocks[rows])

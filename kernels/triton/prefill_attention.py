@@ -17,7 +17,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels.arguments import Scoring, Selection
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton.attention_arguments import (
     LOWEST,
     AttentionConstants,
@@ -28,6 +28,7 @@ from pagewire.kernels.triton.attention_arguments import (
     load_slopes,
     one_layer,
     prepare_queries,
+    sees_blocks,
 )
 from pagewire.kernels.triton.launching import RepeatedLaunch, check_tensor
 
@@ -40,7 +41,6 @@ def paged_prefill(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     scoring: Scoring,
-    selection: Selection | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention for prefill: S rows with several new tokens each, over one layer's paged KV cache. The
@@ -60,7 +60,7 @@ def paged_prefill(
         query_start_loc: [S + 1] int32, on the device: the first query of each row in `query`. Queries that belong to no
             row are neither read nor written. So the last rows of a mixed batch can be passed with the queries of the
             whole batch.
-        scoring, selection: as specified.
+        scoring: as specified.
         output: memory for the result, with the query's shape and dtype, the last dimension dense; None means new
             memory.
 
@@ -72,7 +72,7 @@ def paged_prefill(
         ValueError: a shape, dtype, stride or number is not supported.
     """
     group, layer = one_layer(query, key_cache, value_cache, scoring, output)
-    PrefillAttention.of(group, block_tables, seq_lens, query_start_loc, 0, selection).launch(layer)
+    PrefillAttention.of(group, block_tables, seq_lens, query_start_loc, 0).launch(layer)
     return layer.output.data
 
 
@@ -100,7 +100,6 @@ class PrefillAttention:
         seq_lens: Tensor,
         query_start_loc: Tensor,
         num_skipped: int,
-        selection: Selection | None = None,
     ) -> "PrefillAttention":
         """Prepare the prefill attention of a step for the given rows (running sequences). Raises ValueError if a shape
         or dtype is not supported.
@@ -109,7 +108,7 @@ class PrefillAttention:
         does not know this number.
         """
         num_rows = seq_lens.numel()
-        rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or None, selection)
+        rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or None)
         check_tensor("query_start_loc", query_start_loc, (num_rows + 1,), torch.int32)
         num_queries = group.query_shape[0] - num_skipped
 
@@ -137,7 +136,7 @@ _ROWS = ["block_tables", "seq_lens", "query_start_loc"]
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def _paged_prefill_kernel(
-    output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing, query_start_loc, num_rows,
+    output, query, caches, block_tables, table_stride, seq_lens, window, weighing, query_start_loc, num_rows,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Triton kernel that computes prefill attention for one tile of queries per program. The tile has one row for each
@@ -166,26 +165,22 @@ def _paged_prefill_kernel(
     slopes = load_slopes(weighing, factors, heads, is_member)
 
     first, begin, full_begin, full_end, end = _visible_keys(first_position, last_position, window, SHAPE.block_n)
-    blocks = selected
-    if selected is not None:  # selected blocks are in any order: no tile is known to be visible to all queries
-        line = row.to(tl.int64) * tl.num_programs(1) + head
-        blocks = selected[0].data + line * selected[0].strides[1]
-        begin, end = 0, tl.load(selected[1] + line) * SHAPE.block_size
     sums = tl.full([SHAPE.block_m, SHAPE.padded_dim], 0.0, tl.float32)
     totals = tl.full([SHAPE.block_m], 0.0, tl.float32)
     highest = tl.full([SHAPE.block_m], LOWEST, tl.float32)
     block_table = block_tables + row.to(tl.int64) * table_stride
-    of_tile = (queries, factors, slopes, seq_len - num_queries + queries_of)
+    of_tile = (queries, factors, slopes, seq_len - num_queries + queries_of, heads, is_member)
     for part in tl.static_range(3):  # keys before, within and after the range that all queries of the tile see
         until = end
         if part == 0:
             until = tl.minimum(full_begin, end)
         elif part == 1:
             until = full_end
-        if part == 2 or ((part == 1 or HAS_WINDOW) and selected is None):
+        # With a block pattern, no tile is known to be visible to all queries.
+        if part == 2 or ((part == 1 or HAS_WINDOW) and weighing.pattern is None):
             state, span = (sums, totals, highest), (begin, until, first, last_position)
             sums, totals, highest = _attend(
-                state, of_tile, span, block_table, blocks, caches, head, window, weighing, SHAPE, part != 1
+                state, of_tile, span, block_table, caches, head, window, weighing, SHAPE, part != 1
             )
             begin = tl.maximum(begin, until)
     sums, highest, totals = count_sinks(sums, highest, totals, weighing, heads, is_member)
@@ -234,31 +229,36 @@ def _visible_keys(first_position, last_position, window, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _attend(
-    state, of_tile, span, block_table, blocks, caches, head, window, weighing, SHAPE: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):  # fmt: skip
+    state, of_tile, span, block_table, caches, head, window, weighing, SHAPE: tl.constexpr, IS_MASKED: tl.constexpr
+):
     """Compute attention over a range of the KV cache. Add its keys and values to the softmax state (sums, total
     weights, highest scores) and return the new state.
 
-    `span` is (begin, end, first, last). The indexes from `begin` to `end` are read, except for positions before `first`
-    or after `last`. Without sparse attention, an index is a position in the sequence. With sparse attention, the
-    indexes count only the positions in the selected blocks, one block after the other. If IS_MASKED is false, every
-    query attends to the whole range.
+    `span` is (begin, end, first, last). The positions from `begin` to `end` are read, except for positions before
+    `first`, after `last`, or in blocks of the pattern to which no query of the tile attends. If IS_MASKED is false,
+    every query attends to the whole range.
     """
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     IS_ADJUSTED: tl.constexpr = (weighing.cap is not None) or (weighing.slopes is not None)
     sums, totals, highest = state
-    queries, factors, slopes, positions = of_tile
+    queries, factors, slopes, positions, heads, is_member = of_tile
     begin, end, _, _ = span
     columns, dims = tl.arange(0, SHAPE.block_n), tl.arange(0, SHAPE.padded_dim)
     keys, values = caches
     key_cache, value_cache = keys.data + head * keys.strides[2], values.data + head * values.strides[2]
-    reads = _locate(begin + columns, span, block_table, blocks, BLOCK_SIZE, IS_MASKED)
+    block, is_read = _locate(begin + columns, span, block_table, BLOCK_SIZE, IS_MASKED)
     for start in tl.range(begin, end, SHAPE.block_n):
-        position, block, is_read = reads
-        offset = (start + columns) % BLOCK_SIZE
+        position = start + columns
+        offset = position % BLOCK_SIZE
         mask = (dims < SHAPE.head_dim)[None, :]
         if IS_MASKED:
+            is_seen = is_read[None, :] & (position[None, :] <= positions[:, None])
+            if window is not None:
+                is_seen = is_seen & (position[None, :] > positions[:, None] - window)
+            if weighing.pattern is not None:
+                sees = sees_blocks(weighing.pattern, positions[:, None], position[None, :], heads[:, None])
+                is_seen = is_seen & sees
+                is_read = tl.max((is_seen & is_member[:, None]).to(tl.int32), axis=0) > 0
             mask = is_read[:, None] & mask
         key_at = key_cache + (block * keys.strides[0] + offset * keys.strides[1])[:, None] + dims[None, :]
         key_tile = tl.load(key_at, mask=mask, other=0.0).to(SHAPE.operand)
@@ -267,9 +267,6 @@ def _attend(
         if IS_ADJUSTED:
             scores = adjust_scores(scores * factors[:, None], positions[:, None] - position[None, :], slopes, weighing)
         if IS_MASKED:
-            is_seen = is_read[None, :] & (position[None, :] <= positions[:, None])
-            if window is not None:
-                is_seen = is_seen & (position[None, :] > positions[:, None] - window)
             scores = tl.where(is_seen, scores, float("-inf"))
         if IS_ADJUSTED:
             new_highest = tl.maximum(highest, tl.max(scores, axis=1))
@@ -286,22 +283,18 @@ def _attend(
         sums = tl.dot(weights.to(SHAPE.operand), value_tile, sums * decay[:, None], input_precision="ieee")
         # The block ids of the next tile are loaded here. If they were loaded at their use, the keys and values of the
         # next tile could not be loaded while this tile is computed.
-        reads = _locate(start + SHAPE.block_n + columns, span, block_table, blocks, BLOCK_SIZE, IS_MASKED)
+        block, is_read = _locate(position + SHAPE.block_n, span, block_table, BLOCK_SIZE, IS_MASKED)
     return sums, totals, highest
 
 
 @triton.jit
-def _locate(index, span, block_table, selected_blocks, BLOCK_SIZE: tl.constexpr, IS_MASKED: tl.constexpr):
-    """Find where to read keys and values in the KV cache. For each index in a span (see `_attend`), return the position
-    in the sequence, the block id in the KV cache, and whether to read the position. Without a mask, every index below
-    the end of the span is read."""
+def _locate(position, span, block_table, BLOCK_SIZE: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Find where to read keys and values in the KV cache. For each position in a span (see `_attend`), return the block
+    id in the KV cache, and whether to read the position. Without a mask, every position below the end of the span is
+    read."""
     _, end, first, last = span
-    is_read = index < end
-    logical = index // BLOCK_SIZE
-    if selected_blocks is not None:
-        logical = tl.load(selected_blocks + logical, mask=is_read, other=0)
-    position = logical * BLOCK_SIZE + index % BLOCK_SIZE
+    is_read = position < end
     if IS_MASKED:
         is_read = is_read & (position >= first) & (position <= last)
-    block = tl.load(block_table + logical, mask=is_read, other=0)
-    return position, block.to(tl.int64), is_read
+    block = tl.load(block_table + position // BLOCK_SIZE, mask=is_read, other=0)
+    return block.to(tl.int64), is_read

@@ -6,7 +6,7 @@ operations in order: with one call of C code on a CPU, or with one Python functi
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from pagewire.network.expert_routing import ExpertRouting
 from pagewire.network.rope import QueryScaling, RopeConfig
@@ -348,6 +348,19 @@ class Clip:
     limit: float
 
 
+class BlockPattern(NamedTuple):
+    """The blocks of positions that queries attend to, in block-sparse attention (Phi-3, Abdin et al., 2024,
+    https://arxiv.org/abs/2404.14219). A block is `block_size` consecutive positions of a sequence, and no block of the
+    KV cache. A query attends to the last `num_local` blocks up to its own position, and to some earlier blocks: head h
+    attends to block b if `(b + first + h * head_step) % stride` is 0."""
+
+    block_size: int
+    num_local: int
+    stride: int
+    first: int
+    head_step: int
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
     """The attention heads of one layer. Query heads may share key and value heads (grouped-query attention, Ainslie et
@@ -362,14 +375,17 @@ class AttentionHeads:
     window: int = 0
     softcap: float = 0.0  # scores are bounded to softcap * tanh(score / softcap); 0: no bound
     alibi_slopes: tuple[float, ...] = ()  # [num_heads]; empty: no ALiBi
+    pattern: BlockPattern | None = None  # of a layer without a window; None: queries attend to all blocks
 
     def of_rank(self, rank: int, num_ranks: int) -> "AttentionHeads":
         """Return the attention heads that one tensor-parallel rank computes. If there are more ranks than KV heads,
         several ranks have the same KV head."""
         share = self.num_heads // num_ranks
         slopes = self.alibi_slopes[rank * share : (rank + 1) * share]
-        num_kv_heads = max(1, self.num_kv_heads // num_ranks)
-        return replace(self, num_heads=share, num_kv_heads=num_kv_heads, alibi_slopes=slopes)
+        num_kv_heads, pattern = max(1, self.num_kv_heads // num_ranks), self.pattern
+        if pattern is not None:
+            pattern = pattern._replace(first=pattern.first + rank * share * pattern.head_step)
+        return replace(self, num_heads=share, num_kv_heads=num_kv_heads, alibi_slopes=slopes, pattern=pattern)
 
 
 @dataclass(frozen=True, slots=True)

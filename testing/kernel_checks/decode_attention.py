@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import reference
-from pagewire.kernels.arguments import Scoring, Selection
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton import decode_attention, launching, tiles
 from pagewire.kernels.triton.attention_arguments import AttentionConstants, ScoreArguments
 from pagewire.kernels.triton.launching import Strided
+from pagewire.network.operations import BlockPattern
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
 E4M3 = torch.float8_e4m3fn
@@ -26,7 +27,6 @@ class Step:
     """One comparison: a step of rows that decode, and how scores become weights.
 
     Attributes:
-        selected_share: share of each row's blocks that a KV head reads; None: no selection.
         num_programs, min_chunk: arguments of the split plan.
         shares_prefix: whether all rows begin with the same block.
     """
@@ -43,7 +43,7 @@ class Step:
     has_alibi: bool = False
     has_sinks: bool = False
     softcap: float = 0.0
-    selected_share: float | None = None
+    pattern: BlockPattern | None = None
     num_programs: int = 32
     min_chunk: int = 16
     shares_prefix: bool = True
@@ -59,7 +59,6 @@ class Inputs:
     block_tables: Tensor
     seq_lens: Tensor
     scoring: Scoring
-    selection: Selection | None
     output: Tensor | None = None
 
 
@@ -73,24 +72,21 @@ def make_inputs(step: Step, device: torch.device, seed: int) -> Inputs:
     block_tables = make_table(ids, counts, max_blocks + 3)
     if step.shares_prefix:
         block_tables[:, 0] = ids[0]
-    is_read = _what_is_read(step, max_blocks, generator, device)  # [rows, num_kv_heads, max_blocks]
     storage = _make_storage(step, num_blocks, device)
     key_cache, value_cache = (storage[:, -1, side] for side in range(2))
     for row, seq_len in enumerate(step.seq_lens):
         for head in range(step.num_kv_heads):
             positions = torch.arange(max(0, seq_len - (step.window or seq_len)), seq_len, device=device)
-            positions = positions[is_read[row, head][positions // step.block_size]]
             slots = block_tables[row].long()[positions // step.block_size], positions % step.block_size, head
             key_cache[slots] = normal(len(positions), step.head_dim)
             value_cache[slots] = normal(len(positions), step.head_dim)
     stored = storage.to(step.cache_dtype or step.dtype)
     slopes = torch.rand(num_heads, generator=generator, device=device) if step.has_alibi else None
     sinks = make_sinks(num_heads, generator) if step.has_sinks else None
-    scoring = Scoring(step.head_dim**-0.5, step.window, slopes, step.softcap, sinks)
-    selection = None if step.selected_share is None else _list_selected(is_read, generator)
+    scoring = Scoring(step.head_dim**-0.5, step.window, slopes, step.softcap, sinks, pattern=step.pattern)
     query = normal(num_rows, num_heads + 1, step.head_dim).to(step.dtype)[:, :-1]  # a view of a wider projection
     seq_lens = torch.tensor(step.seq_lens, dtype=torch.int32, device=device)
-    return Inputs(query, stored[:, -1, 0], stored[:, -1, 1], block_tables, seq_lens, scoring, selection)
+    return Inputs(query, stored[:, -1, 0], stored[:, -1, 1], block_tables, seq_lens, scoring)
 
 
 def make_sinks(num_heads: int, generator: torch.Generator) -> Tensor:
@@ -109,19 +105,6 @@ def make_table(ids: Tensor, counts: Sequence[int], max_blocks: int) -> Tensor:
     return table
 
 
-def _what_is_read(step: Step, max_blocks: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    draws = torch.rand(len(step.seq_lens), step.num_kv_heads, max_blocks, generator=generator, device=device)
-    return draws < (1.0 if step.selected_share is None else step.selected_share)
-
-
-def _list_selected(is_read: Tensor, generator: torch.Generator) -> Selection:
-    """Return lists of selected blocks in random order, with invalid entries after the end of each list."""
-    order = torch.rand(is_read.shape, generator=generator, device=is_read.device).masked_fill(~is_read, 2.0).argsort(-1)
-    num_selected = is_read.sum(dim=-1)
-    is_past = torch.arange(is_read.shape[-1], device=is_read.device) >= num_selected[..., None]
-    return Selection(order.masked_fill(is_past, 10**8).int(), num_selected.int())
-
-
 def _make_storage(step: Step, num_blocks: int, device: torch.device) -> Tensor:
     """Return memory filled with NaN: [num_blocks, layers, keys and values, block_size, num_kv_heads, head_dim]."""
     if step.layout == "block_major":
@@ -134,7 +117,7 @@ def _make_storage(step: Step, num_blocks: int, device: torch.device) -> Tensor:
 
 def run_version(version: str, step: Step, inputs: Inputs) -> Tensor:
     caches = (inputs.query, inputs.key_cache, inputs.value_cache, inputs.block_tables, inputs.seq_lens)
-    options = (inputs.scoring, inputs.selection, inputs.output)
+    options = (inputs.scoring, inputs.output)
     if version == "v1":
         return decode_attention.paged_attention_v1(*caches, *options)
     plan = make_plan(step, inputs.query.device)
@@ -163,9 +146,9 @@ def specify(inputs: Inputs, step: Step) -> tuple[Tensor, Tensor]:
     num_rows = len(step.seq_lens)
     rows = (inputs.block_tables, list(step.seq_lens), [*range(num_rows + 1)])
     query, key_cache = inputs.query.float(), inputs.key_cache.float()
-    value_cache, options = inputs.value_cache.float(), (inputs.scoring, inputs.selection)
-    expected = reference.paged_attention(query, key_cache, value_cache, *rows, *options)
-    spread = reference.paged_attention(query, key_cache, value_cache.abs(), *rows, *options)
+    value_cache = inputs.value_cache.float()
+    expected = reference.paged_attention(query, key_cache, value_cache, *rows, inputs.scoring)
+    spread = reference.paged_attention(query, key_cache, value_cache.abs(), *rows, inputs.scoring)
     operand = launching.operand(step.dtype, inputs.key_cache.dtype)
     rounding = 0.0 if operand.name == "fp32" else {"fp16": 2.0**-10, "bf16": 2.0**-8}[operand.name]
     limit = torch.finfo(step.dtype).eps / 2 * expected.abs() + (rounding + 64 * 2.0**-24) * spread
@@ -201,7 +184,7 @@ FEATURES: dict[str, dict[str, object]] = {
     "softcap": {"softcap": 3.0},
     "sinks": {"has_sinks": True},
     "quantized": {"cache_dtype": E4M3},
-    "selected": {"selected_share": 0.4},
+    "pattern": {"pattern": BlockPattern(64, 2, 8, 1, 1)},
 }
 
 
@@ -440,12 +423,12 @@ def compile_cases() -> Iterator[CompileCase]:
         [(version, {}) for version in VERSIONS],
         [
             ("v1", {"element": "fp32", "stored": "fp32"}),
-            ("v1", {"stored": "fp8e4nv", "sparse": True}),
+            ("v1", {"stored": "fp8e4nv", "pattern": True}),
             ("v1", {"head_dim": 80, "num_groups": 7, "block_size": 48, "alibi": True}),
             ("v2", {"element": "fp16", "stored": "fp16", "head_dim": 64, "num_groups": 1}),
             ("v2", {"stored": "fp8e4nv"}),
             ("v2", {"element": "fp16", "stored": "fp8e4nv", "head_dim": 256, "block_size": 256}),
-            ("v2", {"softcap": True, "alibi": True, "sinks": True, "sparse": True}),
+            ("v2", {"softcap": True, "alibi": True, "sinks": True, "pattern": True}),
             ("v1", {"head_dim": 64, "num_groups": 8, "sinks": True}),
             ("v1", {"head_dim": 16, "block_size": 8}),
             ("v2", {"head_dim": 16, "stored": "fp8e4nv"}),
@@ -477,16 +460,22 @@ def strided(element: str, num_dims: int, integer: str = "i32") -> Strided:
     return Strided(f"*{element}", (integer,) * (num_dims - 1))
 
 
-def attention_types(element: str, stored: str, weighing: ScoreArguments, *, window: str | None, selected: bool) -> dict:
+def attention_types(element: str, stored: str, weighing: ScoreArguments, *, window: str | None) -> dict:
     """Return the types of the arguments that all attention kernels share."""
     return {
         "output": strided(element, 3),
         "query": strided(element, 3),
         "caches": (strided(stored, 4), strided(stored, 4)),
         **{"block_tables": "*i32", "table_stride": "i32", "seq_lens": "*i32", "window": window},
-        "selected": (strided("i32", 3), "*i32") if selected else None,
         "weighing": weighing,
     }
+
+
+def weighing_types(*, softcap: bool, alibi: bool, sinks: bool, pattern: bool) -> ScoreArguments:
+    """Return the types of the arguments that turn dot products into weights."""
+    blocks = BlockPattern("i32", "i32", "i32", "i32", "i32") if pattern else None
+    of_heads = ("*fp32" if alibi else None, "*fp32" if sinks else None)
+    return ScoreArguments("fp32", "fp32" if softcap else None, *of_heads, blocks)
 
 
 def _compile_case(
@@ -499,14 +488,12 @@ def _compile_case(
     softcap: bool = False,
     alibi: bool = False,
     sinks: bool = False,
-    sparse: bool = False,
+    pattern: bool = False,
 ) -> CompileCase:
     given = {name: value for name, value in locals().items() if name != "version"}
     tile = tiles.lookup(f"paged_attention_{version}", head_dim=head_dim, num_groups=num_groups, dtype=_DTYPES[stored])
-    weighing = ScoreArguments(
-        "fp32", "fp32" if softcap else None, "*fp32" if alibi else None, "*fp32" if sinks else None
-    )
-    arguments = attention_types(element, stored, weighing, window="i32", selected=sparse)
+    weighing = weighing_types(softcap=softcap, alibi=alibi, sinks=sinks, pattern=pattern)
+    arguments = attention_types(element, stored, weighing, window="i32")
     operand = launching.operand(_DTYPES[element], _DTYPES[stored])
     padded_dim = 1 << (head_dim - 1).bit_length()
     shape = AttentionConstants(num_groups, head_dim, padded_dim, block_size, tile.block_m, tile.block_n, operand)

@@ -1,7 +1,7 @@
 """Checks of `pagewire.kernels.triton.prefill_attention` against its specification.
 
-All memory that must not be read contains NaN: freed blocks, and positions after the last position of a row, before its
-window, or in blocks that are not selected.
+All memory that must not be read contains NaN: freed blocks, and positions after the last position of a row or before
+its window.
 """
 
 import contextlib
@@ -15,20 +15,20 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pagewire.kernels import reference
-from pagewire.kernels.arguments import Scoring, Selection
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton import launching, prefill_attention, tiles
-from pagewire.kernels.triton.attention_arguments import AttentionConstants, LayerGroup, ScoreArguments, paged_caches
+from pagewire.kernels.triton.attention_arguments import AttentionConstants, LayerGroup, paged_caches
 from pagewire.kernels.triton.decode_attention import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.tiles import Tile
+from pagewire.network.operations import BlockPattern
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
-from testing.kernel_checks.decode_attention import attention_types, make_sinks
+from testing.kernel_checks.decode_attention import attention_types, make_sinks, weighing_types
 
 E4M3 = torch.float8_e4m3fn
 # The allowed error of results for values of about 1, by operand type. The rounding of the results is added to it.
 TOLERANCES = {"fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7}
 POISON_BLOCK = 0
-UNREAD_ENTRY = 10**6
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class Case:
 
     Attributes:
         is_shared: all rows share the full blocks of the first row as a prefix.
-        is_selected: each KV head of a row reads random blocks; some read no block.
         num_skipped: number of rows at the beginning that the kernel does not receive, like rows that decode.
         query_factor: factor of the queries; the scale of scores is divided by it.
     """
@@ -54,7 +53,7 @@ class Case:
     softcap: float = 0.0
     has_alibi: bool = False
     has_sinks: bool = False
-    is_selected: bool = False
+    pattern: BlockPattern | None = None
     is_shared: bool = False
     num_skipped: int = 0
     query_factor: float = 1.0
@@ -72,7 +71,6 @@ class Batch:
     seq_lens: list[int]
     query_start_loc: list[int]
     scoring: Scoring
-    selection: Selection | None
 
 
 def make_batch(case: Case, device: torch.device) -> Batch:
@@ -82,9 +80,8 @@ def make_batch(case: Case, device: torch.device) -> Batch:
     projected = torch.randn(
         (sum(num_queries), num_heads + 2 * case.num_kv_heads, case.head_dim), generator=generator, device=device
     )
-    selection = _select(case, generator) if case.is_selected else None
     block_tables = _allocate(case, generator)
-    is_read = _find_read(case, block_tables, selection)
+    is_read = _find_read(case, block_tables)
     return Batch(
         (projected * case.query_factor).to(case.dtype)[:, :num_heads],
         *_make_caches(case, is_read, generator),
@@ -97,8 +94,8 @@ def make_batch(case: Case, device: torch.device) -> Batch:
             torch.rand(num_heads, generator=generator, device=device) if case.has_alibi else None,
             case.softcap,
             make_sinks(num_heads, generator) if case.has_sinks else None,
+            pattern=case.pattern,
         ),
-        selection,
     )
 
 
@@ -125,32 +122,14 @@ def _allocate(case: Case, generator: torch.Generator) -> Tensor:
     return tables.int()
 
 
-def _select(case: Case, generator: torch.Generator) -> Selection:
-    device, num_blocks = generator.device, _num_blocks(case)
-    shape = (len(case.rows), case.num_kv_heads)
-    selected = torch.full((*shape, max(num_blocks) + 1), UNREAD_ENTRY, dtype=torch.int32, device=device)
-    num_selected = torch.zeros(shape, dtype=torch.int32, device=device)
-    for row, head in itertools.product(range(shape[0]), range(shape[1])):
-        order = torch.randperm(num_blocks[row], generator=generator, device=device)
-        count = int(torch.randint(num_blocks[row] + 1, (1,), generator=generator, device=device))
-        selected[row, head, :count] = order[:count]
-        num_selected[row, head] = count
-    return Selection(selected, num_selected)
-
-
-def _find_read(case: Case, tables: Tensor, selection: Selection | None) -> Tensor:
-    """Return which positions any row's KV head may read: [blocks, block_size, num_kv_heads]."""
+def _find_read(case: Case, tables: Tensor) -> Tensor:
+    """Return which positions any row may read: [blocks, block_size, num_kv_heads]."""
     shape = (sum(_num_blocks(case)) + 1, case.block_size, case.num_kv_heads)
     is_read = torch.zeros(shape, dtype=torch.bool, device=tables.device)
     for row, (num_queries, seq_len) in enumerate(case.rows):
         first = max(0, seq_len - num_queries - case.window + 1) if case.window else 0
         positions = torch.arange(first, seq_len, device=tables.device)
-        for head in range(case.num_kv_heads):
-            here = positions
-            if selection is not None:
-                chosen = selection.blocks[row, head, : selection.num_blocks[row, head]]
-                here = here[torch.isin(here // case.block_size, chosen)]
-            is_read[tables[row].long()[here // case.block_size], here % case.block_size, head] = True
+        is_read[tables[row].long()[positions // case.block_size], positions % case.block_size] = True
     return is_read
 
 
@@ -178,9 +157,7 @@ def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = No
         batch.seq_lens,
         batch.query_start_loc,
         batch.scoring,
-        batch.selection,
     )
-    selection = batch.selection
     skipped = case.num_skipped
     start = batch.query_start_loc[skipped]
     integers = {"dtype": torch.int32, "device": device}
@@ -194,7 +171,6 @@ def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = No
             torch.tensor(batch.seq_lens[skipped:], **integers),
             torch.tensor(batch.query_start_loc, **integers)[skipped:],
             batch.scoring,
-            None if selection is None else Selection(selection.blocks[skipped:], selection.num_blocks[skipped:]),
             output,
         )
     assert returned.data_ptr() == output.data_ptr()
@@ -217,9 +193,8 @@ def compare(output: Tensor, expected: Tensor, batch: Batch, what: str) -> None:
 def check_paged_attention(device: torch.device, case: Case, num_decodes: int, *, splits: bool) -> None:
     """Compare `PagedAttention` with the specification. The first `num_decodes` rows decode, with or without splits."""
     batch = make_batch(case, device)
-    options = (batch.scoring, batch.selection)
     tensors = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables)
-    expected = reference.paged_attention(*tensors, batch.seq_lens, batch.query_start_loc, *options)
+    expected = reference.paged_attention(*tensors, batch.seq_lens, batch.query_start_loc, batch.scoring)
     integers = {"dtype": torch.int32, "device": device}
     seq_lens = torch.tensor(batch.seq_lens, **integers)
     plan = None
@@ -230,7 +205,7 @@ def check_paged_attention(device: torch.device, case: Case, num_decodes: int, *,
     starts = torch.tensor(batch.query_start_loc, **integers)
     caches = paged_caches(batch.key_cache, batch.value_cache)
     group = LayerGroup.of(batch.query.shape, batch.query.dtype, caches, batch.scoring)
-    rows = (batch.block_tables, seq_lens, starts, num_decodes, plan, batch.selection)
+    rows = (batch.block_tables, seq_lens, starts, num_decodes, plan)
     output = PagedAttention.of(group, *rows).attend(batch.query, caches)
     compare(output, expected, batch, f"{case}, {num_decodes} decode, {splits=}")
 
@@ -241,6 +216,7 @@ _MIXED = ((1, 4000), (1, 17), (1, 0), (300, 4000), (1000, 1000), (2, 900))
 
 
 def device_cases() -> Iterator[DeviceCase]:
+    pattern: dict[str, object] = {"pattern": BlockPattern(64, 2, 8, 1, 1)}
     features: dict[str, dict[str, object]] = {
         "plain": {},
         "e4m3": {"cache_dtype": E4M3},
@@ -249,11 +225,11 @@ def device_cases() -> Iterator[DeviceCase]:
         "softcap": {"softcap": 30.0},
         "alibi": {"has_alibi": True},
         "sinks": {"has_sinks": True},
-        "selected": {"is_selected": True},
+        "pattern": pattern,
         "shared": {"is_shared": True},
         "head-major": {"is_head_major": True},
         "mixed batch": {"num_skipped": 3},
-        "all": {"cache_dtype": E4M3, "window": 1000, "softcap": 30.0, "has_alibi": True, "is_selected": True},
+        "all": {"cache_dtype": E4M3, "window": 1000, "softcap": 30.0, "has_alibi": True, **pattern},
         "sinks and a window": {"has_sinks": True, "window": 128, "head_dim": 64, "num_groups": 8},
     }
     for name, changes in features.items():
@@ -274,7 +250,7 @@ def device_cases() -> Iterator[DeviceCase]:
         yield _device_case(f"{num_groups} groups", case)
     yield _device_case("heads of 16, blocks of 8", replace(_REAL, head_dim=16, block_size=8))
 
-    for name, changes in ((name, features[name]) for name in ("plain", "e4m3", "window", "selected", "sinks")):
+    for name, changes in ((name, features[name]) for name in ("plain", "e4m3", "window", "pattern", "sinks")):
         for splits in (False, True):
             case = replace(_REAL, rows=_MIXED, **changes)
             run = functools.partial(check_paged_attention, case=case, num_decodes=3, splits=splits)
@@ -399,7 +375,8 @@ def compile_cases() -> Iterator[CompileCase]:
         {"head_dim": 64, "num_groups": 71},
         *({"stored": "fp8e4nv", "head_dim": head_dim} for head_dim in (32, 64, 256)),
         *({"element": "fp32", "stored": "fp32", "head_dim": head_dim} for head_dim in (32, 128, 256)),
-        {"selected": True, "window": True, "stored": "fp8e4nv"},
+        {"pattern": True, "window": True, "stored": "fp8e4nv"},
+        {"pattern": True},
     ):
         name = ", ".join(f"{option} {value}" for option, value in changes.items()) or "plain"
         yield _compile_case(f"paged_prefill {name}", **(plain | changes))
@@ -424,13 +401,11 @@ def _compile_case(
     softcap: bool = False,
     alibi: bool = False,
     sinks: bool = False,
-    selected: bool = False,
+    pattern: bool = False,
 ) -> CompileCase:
     tile = tiles.lookup("paged_prefill", head_dim=head_dim, num_groups=num_groups, dtype=_DTYPES[stored])
-    weighing = ScoreArguments(
-        "fp32", "fp32" if softcap else None, "*fp32" if alibi else None, "*fp32" if sinks else None
-    )
-    arguments = attention_types(element, stored, weighing, window="i32" if window else None, selected=selected)
+    weighing = weighing_types(softcap=softcap, alibi=alibi, sinks=sinks, pattern=pattern)
+    arguments = attention_types(element, stored, weighing, window="i32" if window else None)
     operand = launching.operand(_DTYPES[element], _DTYPES[stored])
     padded_dim = 1 << (head_dim - 1).bit_length()
     shape = AttentionConstants(num_groups, head_dim, padded_dim, block_size, tile.block_m, tile.block_n, operand)

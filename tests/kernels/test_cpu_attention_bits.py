@@ -16,6 +16,7 @@ from torch import Tensor
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import write_rows
 from pagewire.kernels.cpu import VARIANTS, CpuKernels
+from pagewire.network.operations import BlockPattern
 from testing.kernels.variants import load_variant
 from tests.kernels.paged import paged_attention
 
@@ -66,7 +67,18 @@ ALONE = Company()
 
 
 def make_prompt(
-    rng, length, dtypes, *, head_dim, num_kv_heads=1, group=2, window=0, softcap=0.0, is_biased=False, has_sinks=False
+    rng,
+    length,
+    dtypes,
+    *,
+    head_dim,
+    num_kv_heads=1,
+    group=2,
+    window=0,
+    softcap=0.0,
+    is_biased=False,
+    has_sinks=False,
+    pattern=None,
 ):
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     num_heads = num_kv_heads * group
@@ -74,7 +86,9 @@ def make_prompt(
     key, value = write_rows(torch.randn(2, length, num_kv_heads, head_dim, generator=generator), dtypes[1])
     slopes = torch.rand(num_heads, generator=generator) if is_biased else None
     sinks = 3 * torch.randn(num_heads, generator=generator) if has_sinks else None
-    return Prompt(query.to(dtypes[0]), key, value, Scoring(head_dim**-0.5, window, slopes, softcap, sinks))
+    return Prompt(
+        query.to(dtypes[0]), key, value, Scoring(head_dim**-0.5, window, slopes, softcap, sinks, pattern=pattern)
+    )
 
 
 @cache
@@ -164,6 +178,7 @@ def test_chunks_neighbours_blocks_and_threads_change_no_bit(kernels, dtypes, see
         "softcap": rng.choice([0.0, 0.0, 5.0]),
         "is_biased": rng.random() < 0.3,
         "has_sinks": seed % 2 == 0,
+        "pattern": rng.choice([None, BlockPattern(64, 1, 3, 1, 1), BlockPattern(128, 2, 5, 2, 0)]),
     }
     length = rng.choice([5, 70, 300, 530, 1100])
     print(f"seed {seed}: {length} positions, {shape}")
@@ -194,6 +209,24 @@ def test_a_last_query_alone_beside_many_and_in_its_prompt(kernels, length, dtype
     for num_threads in (1, 2):
         company = Company(num_threads=num_threads)
         assert_same_bits(attend(rng, kernels, prompt, start, length, company)[-1:], expected)
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES[1], DTYPES[3], DTYPES[6]], ids=str)
+@pytest.mark.parametrize("group", [1, 4, 9])
+def test_blocks_that_a_head_does_not_see_do_not_reach_it(kernels, group, dtypes):
+    rng, pattern = random.Random(6), BlockPattern(64, 2, 4, 1, 1)
+    prompt = make_prompt(rng, 700, dtypes, head_dim=40, group=group, pattern=pattern)
+    expected = attend(rng, kernels, prompt, 0, 700)
+    heads, blocks = torch.arange(group), torch.arange(700) // 64
+    for position in (0, 63, 64, 191, 450):
+        poisoned = Prompt(prompt.query, prompt.key.clone(), prompt.value.clone(), prompt.scoring)
+        row = write_rows(torch.full((1, prompt.query.shape[2]), NAN), prompt.key.dtype)
+        poisoned.key[position] = poisoned.value[position] = row
+        output = attend(rng, kernels, poisoned, 0, 700)
+        is_near, is_strided = blocks - position // 64 < 2, (position // 64 + heads + 1) % 4 == 0
+        is_reached = (is_near[:, None] | is_strided) & (torch.arange(700) >= position)[:, None]
+        assert_same_bits(output[~is_reached], expected[~is_reached])
+        assert not output[is_reached].isfinite().any()
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf")])

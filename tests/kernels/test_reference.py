@@ -1,11 +1,14 @@
 """The specification itself, compared with torch's attention on contiguous tensors."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import reference
-from pagewire.kernels.arguments import Scoring, Selection
+from pagewire.kernels.arguments import Scoring
+from pagewire.network.operations import BlockPattern
 
 
 def test_skipped_slots_leave_the_cache_alone():
@@ -42,39 +45,34 @@ def test_paged_attention_equals_dense_attention(window):
     torch.testing.assert_close(actual, dense.transpose(0, 1), rtol=0, atol=1e-6)
 
 
-def test_paged_attention_of_selected_blocks_equals_dense_attention_under_their_mask():
+@pytest.mark.parametrize("head_step", [0, 1, 2])
+@pytest.mark.parametrize("seq_len", [1, 7, 8, 9, 31, 32, 33, 70])
+def test_paged_attention_of_a_pattern_equals_dense_attention_under_its_mask(seq_len, head_step):
+    """Blocks of the pattern have 8 positions, and blocks of the cache have 3."""
     torch.manual_seed(0)
-    num_heads, num_kv_heads, head_dim, block_size, seq_len, num_queries = 4, 2, 16, 4, 11, 5
-    block_table, selected_blocks = torch.tensor([[4, 1, 3]]), torch.tensor([[[2, 0, 1], [1, 7, 7]]])
-    num_selected = torch.tensor([[2, 1]])  # head 0: positions 0-3 and 8-10; head 1: positions 4-7
+    num_heads, num_kv_heads, head_dim, num_queries = 4, 2, 16, min(seq_len, 20)
     keys, values = torch.randn(2, seq_len, num_kv_heads, head_dim)
     query, slopes = torch.randn(num_queries, num_heads, head_dim), torch.rand(num_heads)
-    key_cache, value_cache = torch.full((2, 6, block_size, num_kv_heads, head_dim), float("nan"))
-    is_read = torch.zeros(num_kv_heads, seq_len, dtype=torch.bool)
-    is_read[0, :4] = is_read[0, 8:] = is_read[1, 4:8] = True
-    for position in range(seq_len):
-        for head in is_read[:, position].nonzero().flatten():
-            key_cache[block_table[0, position // 4], position % 4, head] = keys[position, head]
-            value_cache[block_table[0, position // 4], position % 4, head] = values[position, head]
+    block_table = torch.randperm(24)[None]
+    key_cache, value_cache = torch.full((2, 24, 3, num_kv_heads, head_dim), float("nan"))
+    slots = torch.tensor([block_table[0, position // 3] * 3 + position % 3 for position in range(seq_len)])
+    reference.reshape_and_cache(keys, values, key_cache, value_cache, slots)
 
-    actual = reference.paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        [seq_len],
-        [0, num_queries],
-        Scoring(0.25, alibi_slopes=slopes, softcap=1.5),
-        Selection(selected_blocks, num_selected),
-    )
+    pattern = BlockPattern(8, 2, 3, 1, head_step)
+    scoring = Scoring(0.25, alibi_slopes=slopes, softcap=1.5, pattern=pattern)
+    arguments = (query, key_cache, value_cache, block_table, [seq_len], [0, num_queries])
+    actual = reference.paged_attention(*arguments, scoring)
 
+    is_seen = torch.zeros(num_heads, num_queries, seq_len, dtype=torch.bool)
+    for head, row, key in itertools.product(range(num_heads), range(num_queries), range(seq_len)):
+        block, own = key // 8, (seq_len - num_queries + row) // 8
+        is_local, is_strided = own - block < 2, (block + head * head_step + 1) % 3 == 0
+        is_seen[head, row, key] = key <= seq_len - num_queries + row and (is_local or is_strided)
     distances = torch.arange(seq_len)[-num_queries:, None] - torch.arange(seq_len)
     scores = torch.einsum("qhd,nhd->hqn", query, keys.repeat_interleave(2, dim=1)) * 0.25
     scores = 1.5 * (scores / 1.5).tanh() - slopes[:, None, None] * distances
-    is_hidden = (distances < 0) | ~is_read.repeat_interleave(2, dim=0)[:, None]
-    dense = torch.einsum(
-        "hqn,nhd->qhd", scores.masked_fill(is_hidden, -torch.inf).softmax(-1), values.repeat_interleave(2, dim=1)
-    )
+    weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    dense = torch.einsum("hqn,nhd->qhd", weights, values.repeat_interleave(2, dim=1))
     torch.testing.assert_close(actual, dense, rtol=0, atol=1e-6)
 
 
@@ -99,11 +97,10 @@ def test_a_sink_is_a_position_that_every_query_sees_and_whose_value_is_0(window)
     assert (actual[:, 0] - without[:, 0]).abs().max() > 0.01
 
 
-def test_padding_rows_and_rows_without_a_selected_block_give_zeros():
-    query, cache = torch.ones(2, 2, 16), torch.full((3, 4, 1, 16), float("nan"))
-    rows = query, cache, cache, torch.tensor([[-1], [1]]), [0, 4], [0, 1, 2], Scoring(1.0)
-    selection = Selection(torch.tensor([[[5]], [[5]]]), torch.tensor([[1], [0]]))
-    assert reference.paged_attention(*rows, selection).abs().max() == 0
+def test_padding_rows_give_zeros():
+    query, cache = torch.ones(1, 2, 16), torch.full((3, 4, 1, 16), float("nan"))
+    rows = query, cache, cache, torch.tensor([[-1]]), [0], [0, 1], Scoring(1.0)
+    assert reference.paged_attention(*rows).abs().max() == 0
 
 
 def test_what_torch_draws_does_not_depend_on_tests_before() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import reference
-from pagewire.kernels.arguments import Scoring
+from pagewire.network.operations import BlockPattern
 from tests.worker.attention_rows import E4M3, NUM_LAYERS, Rows, random_lengths
 from worker_service.attention import AttentionBatch, AttentionShape, UnavailableError
 from worker_service.attention import create_backend as create_backend_with
@@ -33,15 +33,14 @@ def create_backend(name, device, shape):
     return create_backend_with(name, device, shape, load_cpu_kernels())
 
 
-def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS, sinks=(None,) * NUM_LAYERS, **scoring):
+def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS, sinks=(None,) * NUM_LAYERS, patterns=(), **scoring):
     """Attend in every layer, and compare output and cache with the reference.
 
     `scoring`: fields that all layers share.
     """
     expected_cache = [(keys.clone(), values.clone()) for keys, values in rows.kv_cache]
     batch = rows.batch
-    shape = replace(rows.shape(windows), has_sinks=any(own is not None for own in sinks), **scoring)
-    scoring = {name: torch.tensor(value) if name == "alibi_slopes" else value for name, value in scoring.items()}
+    shape = replace(rows.shape(windows), has_sinks=any(own is not None for own in sinks), **scoring, patterns=patterns)
     attend = create_backend("auto", CPU, shape).prepare(batch, rows.kv_cache)
     for layer, (key_cache, value_cache) in enumerate(expected_cache):
         query, key, value = rows.random_qkv(batch.query_start_loc[-1])
@@ -50,7 +49,7 @@ def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS, sinks=(None,) * NUM_L
         # In float64, so that the tolerance covers only the rounding of the tested code.
         expected = reference.paged_attention(
             query.double(), key_cache, value_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
-            Scoring(query.shape[-1] ** -0.5, windows[layer], sinks=sinks[layer], **scoring),
+            replace(shape.scoring(shape.reaches[layer], CPU), sinks=sinks[layer]),
         )  # fmt: skip
         torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=0, atol=tolerance)
     for actual_layer, expected_layer in zip(rows.kv_cache, expected_cache, strict=True):
@@ -135,6 +134,26 @@ def test_slopes_and_sinks_over_caches_in_16_bits(cache_dtype):
     rows = Rows(random.Random(3), [(40, 1), (33, 20), (0, 50)], dtype=torch.bfloat16, cache_dtype=cache_dtype, **shape)
     sinks = torch.randn(2, 4, generator=rows.generator)
     check(rows, 2e-2, windows=(30, 0), sinks=sinks, alibi_slopes=(0.5, 0.1, 0.02, 1.0))
+
+
+# Rows whose last positions are at and beside the edges of blocks of 64 positions, alone and after other positions.
+PATTERN_LENGTHS = [(context, queries) for context in (0, 63, 64, 300) for queries in (1, 2, 64, 65, 129)]
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48])
+@pytest.mark.parametrize(
+    "pattern", [BlockPattern(64, 1, 3, 1, 1), BlockPattern(64, 2, 8, 5, 2), BlockPattern(128, 1, 2, 1, 0)]
+)
+def test_patterns_equal_reference(pattern, block_size):
+    rows = Rows(random.Random(11), PATTERN_LENGTHS, block_size=block_size, num_heads=6, num_kv_heads=2, head_dim=32)
+    check(rows, patterns=(pattern, None))
+
+
+def test_patterns_with_slopes_and_sinks_and_softcaps():
+    rows = Rows(random.Random(12), PATTERN_LENGTHS[::3], block_size=16, num_heads=4, num_kv_heads=2, head_dim=32)
+    sinks = torch.randn(2, 4, generator=rows.generator)
+    patterns = (BlockPattern(64, 1, 3, 1, 1), BlockPattern(64, 1, 2, 1, 1))
+    check(rows, 4e-6, sinks=sinks, patterns=patterns, softcap=2.0, alibi_slopes=(0.05, 0.01, 0.002, 0.1))
 
 
 def test_chunk_longer_than_what_attends_at_once():

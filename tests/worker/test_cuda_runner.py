@@ -139,7 +139,7 @@ class Pair:
         self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device)
         for cache in (plain_cache, self.cache):
             cache.storage[1:] = torch.nan  # unwritten content
-        backend = DeviceAttention(tuple(heads.window for heads in config.layers), attention.scoring(0, CPU))
+        backend = DeviceAttention(tuple(heads.window for heads in config.layers), attention.scoring((0, None), CPU))
         graphs = {"max_graph_batch_size": max_graph_batch_size, "max_graph_tokens": max_graph_tokens}
         own = grammars and grammars[1]
         self.runner = device_runner(

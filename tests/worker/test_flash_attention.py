@@ -10,6 +10,7 @@ import torch
 
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring
+from pagewire.network.operations import BlockPattern
 from testing.kernels.device import choose_device
 
 DEVICE = choose_device()  # a Triton kernel writes keys and values
@@ -120,6 +121,10 @@ def test_rows_of_padding_get_zeros_and_lengths_of_the_host_are_bounds(package):
         ({"dtype": torch.float32}, "computes in bfloat16 or float16, and --dtype is float32: use --dtype bfloat16 or"),
         ({"cache_dtype": torch.float8_e4m3fn}, "reads a KV cache of bfloat16, and --kv-cache-dtype asks for float8"),
         ({"head_dim": 264}, "computes heads of 16 to 256 in steps of 8, and the model's are 264"),
+        (
+            {"patterns": (None, BlockPattern(64, 16, 8, 1, 1))},
+            "does not support block-sparse attention, which the model uses: choose another --attention-backend",
+        ),
         (
             {"has_sinks": True},
             "does not support attention sinks, which the model uses: choose another --attention-backend",

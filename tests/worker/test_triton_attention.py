@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagewire.kernels import reference
+from pagewire.network.operations import BlockPattern
 from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
@@ -58,7 +59,7 @@ def check(
         reference.reshape_and_cache(key, value, key_cache, value_cache, rows.batch.slot_mapping)
         expected = reference.paged_attention(
             query, key_cache, value_cache, rows.batch.block_tables, lengths, starts,
-            replace(shape.scoring(windows[layer], DEVICE), sinks=sinks[layer]),
+            replace(shape.scoring(shape.reaches[layer], DEVICE), sinks=sinks[layer]),
         )  # fmt: skip
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
         if torch_attend is not None:
@@ -105,6 +106,13 @@ def test_windows_equal_reference_and_read_nothing_before(seed):
     rows = make_rows(seed, [random_lengths(rng, 16) for _ in range(rng.randint(1, 4))])
     rows.poison_before(window)
     check(rows, windows=(window, max(1, window // 2)))
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_layers_of_different_patterns(block_size):
+    lengths = [(0, 1), (63, 1), (64, 1), (300, 1), (0, 130), (63, 65), (190, 3)]
+    rows = make_rows(4, lengths, block_size=block_size)
+    check(rows, patterns=(BlockPattern(64, 1, 3, 1, 1), None))
 
 
 def test_layers_of_different_windows():

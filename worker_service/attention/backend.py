@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import LayerCache, Scoring
+from pagewire.network.operations import BlockPattern
 from worker_service.models.torch_operations import Attend
 
 ANY = range(1, 1 << 16)
+# The positions that the queries of a layer attend to: the window, or 0, and the block pattern. Layers with the same
+# reach share the preparation of a step.
+Reach = tuple[int, BlockPattern | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +40,24 @@ class AttentionShape:
     alibi_slopes: tuple[float, ...] = ()  # [num_heads], see `Scoring`; empty: no ALiBi
     has_sinks: bool = False  # whether layers pass `Scoring.sinks`
     is_bidirectional: bool = False  # whether queries attend to later positions, too; see `Scoring`
+    # [num_layers], see `Scoring`; a layer with a pattern has no window; empty: no layer has a pattern
+    patterns: tuple[BlockPattern | None, ...] = ()
 
-    def scoring(self, window: int, device: torch.device) -> Scoring:
-        """Return the scale, soft cap, window and ALiBi slopes for the attention of layers with this window size.
+    @property
+    def reaches(self) -> tuple[Reach, ...]:
+        """The window and the block pattern of each layer."""
+        return tuple(zip(self.windows, self.patterns or (None,) * len(self.windows), strict=True))
+
+    def scoring(self, reach: Reach, device: torch.device) -> Scoring:
+        """Return the scale, soft cap, ALiBi slopes, window and block pattern of the layers with this reach.
 
         Attention sinks are not included, because each layer has its own.
         """
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         slopes = torch.tensor(self.alibi_slopes, device=device) if self.alibi_slopes else None
-        return Scoring(scale, window, slopes, self.softcap, is_bidirectional=self.is_bidirectional)
+        window, pattern = reach
+        is_bidirectional = self.is_bidirectional
+        return Scoring(scale, window, slopes, self.softcap, is_bidirectional=is_bidirectional, pattern=pattern)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +159,7 @@ class Capability:
     block_sizes: range = ANY
     supports_sinks: bool = True
     supports_bidirectional: bool = False
+    supports_patterns: bool = True
 
     def check(self, shape: AttentionShape, device: torch.device) -> None:
         """Raise UnavailableError if the attention backend does not support `shape` or `device`.
@@ -184,6 +198,8 @@ class Capability:
             raise self._error("does not support attention sinks, which the model uses")
         if shape.is_bidirectional and not self.supports_bidirectional:
             raise self._error("attends causally, and the model's tokens attend to later tokens, too", "use torch")
+        if any(shape.patterns) and not self.supports_patterns:
+            raise self._error("does not support block-sparse attention, which the model uses")
         if device.type == "cuda":
             self._check_gpu(shape, device)
 

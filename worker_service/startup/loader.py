@@ -185,6 +185,7 @@ def attention_shape(network: Network, block_size: int, dtype: torch.dtype, cache
         alibi_slopes=heads.alibi_slopes,
         has_sinks=network.has_sinks,
         is_bidirectional=network.is_bidirectional,
+        patterns=tuple(of_layer.pattern for of_layer in network.layers),
     )
 
 

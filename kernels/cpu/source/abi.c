@@ -10,6 +10,7 @@ int64_t size_of(const char* name) {
   } TYPES[] = {
       {"element_type", sizeof(element_type)},
       {"tensor", sizeof(tensor)},
+      {"block_pattern", sizeof(block_pattern)},
       {"attention_step", sizeof(attention_step)},
       {"linear_layer", sizeof(linear_layer)},
       {"held_weight", sizeof(held_weight)},

@@ -9,7 +9,10 @@ typedef enum {
   ELEMENT_FLOAT8_E8M0FNU  // powers of two and 0, stored as exponents
 } element_type;
 
-enum { MAX_HEAD_DIM = 256, MAX_EXPERTS = 1024, MAX_BUFFERS = 32 };
+enum {
+  MAX_HEAD_DIM = 256, MAX_EXPERTS = 1024, MAX_BUFFERS = 32,
+  TILE_POSITIONS = 64  // positions scored at once; the size of the blocks of a block pattern is a multiple
+};
 
 // Return values of functions that can fail.
 enum { DONE, NO_MEMORY, NO_KERNEL, LOST_RANKS };
@@ -19,6 +22,11 @@ typedef struct {
   const void* values;  // NULL: the tensor is absent
   int64_t element, num_rows, width;
 } tensor;
+
+// See `BlockPattern` in operations.py. A block size of 0: queries attend to all blocks.
+typedef struct {
+  int64_t block_size, num_local, stride, first, head_step;
+} block_pattern;
 
 // A step's rows over one layer's paged cache. The members are the same for all layers. Strides count elements.
 typedef struct {
@@ -34,6 +42,7 @@ typedef struct {
   int64_t window, num_threads;
   int64_t is_bidirectional;  // queries also see later positions of their row, with a window as many as before them
   float scale, softcap;
+  block_pattern pattern;
 } attention_step;
 
 // The weight and bias of y = x W^T + b.
@@ -126,6 +135,7 @@ typedef struct {
   tensor sinks;  // ATTEND_PAGED, which reads the stored keys and values: [num_heads] float32
   void *key_cache, *value_cache;
   int64_t window;  // number of positions that a query attends to, including its own; 0: all positions up to its own
+  block_pattern pattern;
 } operation;
 
 typedef struct {

@@ -34,6 +34,7 @@ static void PAGED(load_queries)(const attention_step* step, const item* work, co
     const ELEMENT* source = query + token * step->query_token_stride + head * step->head_dim;
     float* words = t->queries + m * t->stride;
     t->positions[m] = query_position(step, work->row, pair);
+    t->heads[m] = head;
     t->slopes[m] = step->alibi_slopes ? step->alibi_slopes[head] : 0.0f;
     if (IN_PAIRS)
       memcpy(words, source, sizeof(ELEMENT) * (size_t)step->head_dim);
@@ -88,11 +89,12 @@ static void PAGED(attend_span)(PAGED(reader)* r, tile* t, int64_t first, float* 
       const HELD(places)* after = PAGED(find_next)(r, t, first, nth);
       const HELD(places)* at = &r->both[r->turn];
       tile head = head_tile(r->work, t, nth);
+      if (!find_seen(r->step, r->work, &head, first)) continue;
 #if IS_SCALED
       HELD(load_scales)(&head, at);
 #endif
       PAGED(score)(&head, at, packed);
-      weigh_scores(r->step, r->work, &head, first);
+      weigh_scores(r->step, &head, first);
       HELD(weigh_values)(&head, at->values, after->keys);
     }
   }

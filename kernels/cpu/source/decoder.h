@@ -359,6 +359,7 @@ static void attend_tokens(walk* w, int64_t op, const float* input, float* output
   const work_list* list = &d->works[d->work_of[op]];
   attention_step step = *d->step;
   step.window = o->window;
+  step.pattern = o->pattern;
   step.sinks = o->sinks.values;
   step.query_token_stride = step.num_heads * step.head_dim;
   const attention a = {&step, list, input, o->key_cache, o->value_cache, output};

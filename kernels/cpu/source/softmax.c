@@ -149,17 +149,28 @@ INLINE void weigh_row(tile* t, int m, const shape* s) {
   for (int64_t d = 0; d < t->stride; d += LANES) store_float(sums + d, load_float(sums + d) * factor);
 }
 
-// `first`: the first position of the tile.
-SHARED void weigh_scores(const attention_step* step, const item* work, tile* t, int64_t first) {
-  shape s = {.scale = step->scale, .softcap = step->softcap};
+// Finds the positions of a tile that each row sees. `first` is the first position of the tile, and all positions of a
+// tile belong to the same block of a block pattern. Returns whether any row sees a position.
+SHARED int find_seen(const attention_step* step, const item* work, tile* t, int64_t first) {
+  int is_any_seen = 0;
   for (int m = 0; m < t->num_rows; m++) {
     const int64_t position = t->positions[m];
     const int64_t begin = first_visible(step, position) - first, end = last_visible(step, work->row, position) + 1 - first;
     t->begins[m] = begin > t->begin ? (int32_t)(begin < TILE_POSITIONS ? begin : TILE_POSITIONS) : t->begin;
     t->ends[m] = end < t->end ? (int32_t)(end > 0 ? end : 0) : t->end;
+    if (!sees_block(&step->pattern, position, t->heads[m], first)) t->ends[m] = t->begins[m];
+    is_any_seen |= t->begins[m] < t->ends[m];
+  }
+  return is_any_seen;
+}
+
+// `first`: the first position of the tile.
+SHARED void weigh_scores(const attention_step* step, tile* t, int64_t first) {
+  shape s = {.scale = step->scale, .softcap = step->softcap};
+  for (int m = 0; m < t->num_rows; m++) {
     if (t->begins[m] >= t->ends[m]) continue;
     s.slope = t->slopes[m];
-    s.distance = position - first;
+    s.distance = t->positions[m] - first;
     weigh_row(t, m, &s);
   }
 }

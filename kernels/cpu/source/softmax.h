@@ -31,7 +31,8 @@ INLINE floats add_words(const int in_pairs, floats a, floats b, floats sums) {
 // scores = queries . packed, for whole pairs of vectors.
 SHARED void score_packed(const tile* t, const float* packed);
 SHARED void score_packed_pairs(const tile* t, const float* packed);
-SHARED void weigh_scores(const attention_step* step, const item* work, tile* t, int64_t first);
+SHARED int find_seen(const attention_step* step, const item* work, tile* t, int64_t first);
+SHARED void weigh_scores(const attention_step* step, tile* t, int64_t first);
 SHARED void merge_span(const attention_step* step, const item* work, int64_t begin, const state* span,
                        const state* merged);
 

@@ -47,6 +47,7 @@ typedef struct {
   float* queries;          // [num_rows, stride], words; zero after the end of the head
   int64_t* positions;      // [num_rows], of the queries
   float* slopes;           // [num_rows], of ALiBi
+  int64_t* heads;          // [num_rows], query heads
   float* scores;           // [num_rows, TILE_POSITIONS], later replaced by the weights
   int32_t *begins, *ends;  // [num_rows]: the positions of the tile that each row sees
   float* scales;           // [2, TILE_POSITIONS]: scales of the tile's keys and values; NULL: the type has no scales
@@ -65,6 +66,7 @@ typedef struct {
   float scales[2 * TILE_POSITIONS];
   int64_t positions[TILE_ROWS];
   float slopes[TILE_ROWS];
+  int64_t heads[TILE_ROWS];
   int32_t begins[TILE_ROWS], ends[TILE_ROWS];
 } scratch;
 
@@ -96,6 +98,7 @@ INLINE tile start_tile(const attention_step* step, const item* work, scratch* ow
                 .queries = own->queries,
                 .positions = own->positions,
                 .slopes = own->slopes,
+                .heads = own->heads,
                 .scores = own->scores,
                 .scales = is_scaled ? own->scales : NULL,
                 .begins = own->begins,
@@ -120,6 +123,7 @@ INLINE tile head_tile(const item* work, const tile* t, int nth) {
   head.scores += first * TILE_POSITIONS;
   head.positions += first;
   head.slopes += first;
+  head.heads += first;
   head.begins += first;
   head.ends += first;
   head.sums.sums += first * t->stride;
@@ -142,6 +146,13 @@ INLINE int64_t last_visible(const attention_step* step, int64_t row, int64_t pos
   if (!step->is_bidirectional) return position;
   const int64_t last = step->seq_lens[row] - 1, seen = position + step->window - 1;
   return step->window > 0 && seen < last ? seen : last;
+}
+
+// Returns whether a query attends to the block that contains a position up to its own.
+INLINE int sees_block(const block_pattern* p, int64_t position, int64_t head, int64_t key_position) {
+  if (!p->block_size) return 1;
+  const int64_t block = key_position / p->block_size;
+  return position / p->block_size - block < p->num_local || (block + p->first + head * p->head_step) % p->stride == 0;
 }
 
 INLINE int64_t num_spans(int64_t start, int64_t end) {

@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from pagewire.kernels.arguments import Scoring, Selection
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton import decode_attention, tiles
+from pagewire.network.operations import BlockPattern
 from testing.kernel_checks.decode_attention import (
     E4M3,
     VERSIONS,
@@ -28,7 +29,7 @@ FEATURES = {
     "softcap": {"softcap": 1.5},
     "sinks": {"has_sinks": True},
     "quantized": {"cache_dtype": E4M3},
-    "selected": {"selected_share": 0.5},
+    "pattern": {"pattern": BlockPattern(8, 1, 3, 1, 1)},
 }
 PAIRS = [*itertools.combinations(FEATURES, 1), *itertools.combinations(FEATURES, 2), tuple(FEATURES)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -85,21 +86,27 @@ def test_head_dimensions(device, head_dim, cache_dtype):
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_tiles_beside_blocks(device, block_n, block_size):
     """A tile may contain several blocks, and a block several tiles."""
-    step = Step((70, 9), num_kv_heads=1, block_size=block_size, selected_share=0.7)
+    step = Step((70, 9), num_kv_heads=1, block_size=block_size, pattern=BlockPattern(24, 1, 2, 1, 1))
     tile = tiles.Tile(block_n, 4, 2)
     with tiles.forced("paged_attention_v1", tile), tiles.forced("paged_attention_v2", tile):
         check_decode(device, step, seed=block_n)
-        check_decode(device, dataclasses.replace(step, selected_share=None, window=30), seed=block_n)
+        check_decode(device, dataclasses.replace(step, pattern=None, window=30), seed=block_n)
 
 
-@pytest.mark.parametrize("selected_share", [0.0, 0.2])
-def test_splits_without_a_position(device, selected_share):
-    """Rows are split by length. With few selected blocks, some splits have nothing to read."""
-    step = Step((70, 80), num_kv_heads=2, num_groups=1, selected_share=selected_share, num_programs=64)
+def test_splits_without_a_position(device):
+    """Rows are split by length. If a pattern has few blocks, the queries attend to nothing in some splits."""
+    step = Step((70, 80), num_kv_heads=2, num_groups=1, pattern=BlockPattern(16, 1, 9, 1, 1), num_programs=64)
     inputs, plan = make_inputs(step, device, seed=3), make_plan(step, device)
     plan.decide(inputs.seq_lens)
-    assert (plan.split_starts.diff()[:, None] > inputs.selection.num_blocks).any(dim=1).all()
+    assert (plan.split_starts.diff() > 3).all()  # a head attends to its own block and at most one other
     check_decode(device, step, ["v2"], seed=3)
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 8, 9, 16, 17, 32, 33, 40, 41, 71, 72, 73])
+def test_patterns_at_every_edge_of_their_blocks(device, seq_len):
+    """Blocks of a pattern and blocks of the cache have different edges."""
+    pattern = BlockPattern(8, 2, 5, 1 + seq_len, 2)
+    check_decode(device, Step((seq_len, 73), num_groups=3, pattern=pattern), seed=seq_len)
 
 
 def test_more_splits_than_the_reduction_adds_up_at_once(device):
@@ -289,8 +296,6 @@ def refusals():
     yield "value_cache is \\[2, 16, 2, 64\\]", {"value_cache": torch.zeros(2, 16, 2, 64)}
     yield "block_tables is \\[2, 9\\]", {"block_tables": torch.zeros(2, 9, **integers)}
     yield "seq_lens is \\[3\\] torch.int64", {"seq_lens": torch.zeros(3, dtype=torch.int64)}
-    selected = torch.zeros(3, 2, 5, **integers)
-    yield "num_selected is \\[3\\]", {"selection": Selection(selected, selected[:, 0, 0].contiguous())}
     slopes = torch.zeros(2)
     yield "alibi_slopes is \\[2\\] torch.float32 .* make it \\[4\\]", {"scoring": Scoring(1.0, alibi_slopes=slopes)}
     yield "sinks is \\[4\\] torch.float64 .* make it", {"scoring": Scoring(1.0, sinks=torch.zeros(4).double())}

@@ -11,6 +11,7 @@ from pagewire.kernels.triton import tiles
 from pagewire.kernels.triton.attention_arguments import LayerGroup, paged_caches
 from pagewire.kernels.triton.decode_attention import SplitPlan
 from pagewire.kernels.triton.paged_attention import PagedAttention
+from pagewire.network.operations import BlockPattern
 from testing.kernel_checks.prefill_attention import E4M3, Case, check_paged_attention, compare, make_batch
 from testing.kernels.recorded_launches import record_attention
 
@@ -22,7 +23,7 @@ FEATURES = {
     "window": {"window": 6},
     "softcap": {"softcap": 2.0},
     "alibi": {"has_alibi": True},
-    "selected": {"is_selected": True},
+    "pattern": {"pattern": BlockPattern(8, 1, 3, 1, 1)},
     "shared": {"is_shared": True},
     "head-major": {"is_head_major": True},
 }

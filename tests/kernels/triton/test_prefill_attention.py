@@ -10,9 +10,10 @@ import pytest
 import torch
 import triton.language as tl
 
-from pagewire.kernels.arguments import Scoring, Selection
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton import attention_arguments, prefill_attention
 from pagewire.kernels.triton.tiles import Tile
+from pagewire.network.operations import BlockPattern
 from testing.kernel_checks.prefill_attention import E4M3, Case, check_paged_prefill, make_batch
 
 TILE = Tile(block_n=16, num_warps=4, num_stages=2, block_m=16)
@@ -30,7 +31,7 @@ FEATURES = {
     "softcap": {"softcap": 2.0},
     "alibi": {"has_alibi": True},
     "sinks": {"has_sinks": True},
-    "selected": {"is_selected": True},
+    "pattern": {"pattern": BlockPattern(8, 1, 3, 1, 1)},
     "shared": {"is_shared": True},
 }
 PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if pair != ("float16", "bfloat16")]
@@ -81,16 +82,19 @@ def test_every_head_dim(device, head_dim):
 
 
 @pytest.mark.parametrize("block_size", [8, 24, 32, 128, 240, 256])
-@pytest.mark.parametrize("is_selected", [False, True])
-def test_every_block_size(device, block_size, is_selected):
+@pytest.mark.parametrize("pattern", [None, BlockPattern(16, 1, 2, 1, 1)])
+def test_every_block_size(device, block_size, pattern):
     rows = ((7, block_size + 3), (2, block_size))
-    case = Case(rows, num_kv_heads=1, block_size=block_size, is_selected=is_selected, seed=block_size)
+    case = Case(rows, num_kv_heads=1, block_size=block_size, pattern=pattern, seed=block_size)
     check_paged_prefill(device, case, replace(TILE, block_n=64))
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_selected_blocks(device, seed):
-    check_paged_prefill(device, replace(CASE, rows=((9, 70), (4, 35)), is_selected=True, window=40, seed=seed), TILE)
+def test_patterns_at_every_edge_of_their_blocks(device, seed):
+    """Tiles of queries and keys begin and end within blocks of the pattern, and contain several of them."""
+    rows = ((9, 64 + seed), (40, 71 + seed), (8 * seed + 1, 8 * seed + 1))
+    pattern = BlockPattern(8, 1 + seed % 2, 3 + seed, seed, seed % 3)
+    check_paged_prefill(device, replace(CASE, rows=rows, pattern=pattern, seed=seed), TILE)
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
@@ -104,7 +108,7 @@ def test_bfloat16_queries_as_float16_operands(device, monkeypatch, factor):
 def test_rows_of_a_mixed_batch(device):
     """The first two rows belong to another launch."""
     rows = ((1, 30), (1, 17), (12, 20), (9, 9), (1, 0))
-    for changes in ({}, {"is_selected": True}):
+    for changes in ({}, FEATURES["pattern"]):
         check_paged_prefill(device, replace(CASE, rows=rows, num_skipped=2, **changes), TILE)
 
 
@@ -168,8 +172,6 @@ def refusals():
     yield r"block_tables is .* torch.int64", good | {"block_tables": batch.block_tables.long()}
     yield r"seq_lens is \[3\] torch.int64", good | {"seq_lens": seq_lens.long()}
     yield r"query_start_loc is \[3\] .* make it \[4\]", good | {"query_start_loc": seq_lens}
-    wrong = Selection(batch.block_tables, batch.block_tables)
-    yield r"selected_blocks is \[3, 3\]", good | {"selection": wrong}
     yield r"alibi_slopes is \[3\] torch.float32", good | {"scoring": Scoring(1.0, alibi_slopes=torch.ones(3))}
     yield r"sinks is \[3\] torch.float32 .* make it \[4\]", good | {"scoring": Scoring(1.0, sinks=torch.ones(3))}
     yield "scale is 0.0; it must be greater than 0", good | {"scoring": Scoring(0.0)}

@@ -65,7 +65,7 @@ class CpuAttention:
     def __init__(self, kernels: CpuKernels, shape: AttentionShape) -> None:
         self._kernels = kernels
         cpu = torch.device("cpu")
-        self._scorings = [shape.scoring(window, cpu) for window in shape.windows]  # one per layer
+        self._scorings = [shape.scoring(reach, cpu) for reach in shape.reaches]  # one per layer
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> CpuAttend:
         """Return the attention function of one step for the C kernels, with the step's block tables and lengths.

@@ -33,6 +33,7 @@ _CAPABILITY = Capability(
     # flash-attn needs multiples of 256, and the kernel that writes blocks supports no larger ones
     block_sizes=range(256, 257),
     supports_sinks=False,
+    supports_patterns=False,
 )
 
 
@@ -57,7 +58,7 @@ class FlashAttention:
     is_mixed_capturable = False
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        self._scoring = shape.scoring(0, device)
+        self._scoring = shape.scoring((0, None), device)
         # The number of positions that a query sees to its left and right, without its own; -1: no limit.
         self._window_sizes = [(window - 1, 0) if window else (-1, -1) for window in shape.windows]
 

@@ -15,6 +15,7 @@ A gather reads exactly the positions that a row owns. Other content of the cache
 Grouped query heads are packed or expanded by strides, because `enable_gqa` is many times slower on a CPU.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,6 +27,7 @@ from torch import Tensor
 from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cache_rows import EIGHT_BITS, TokenRows
 from pagewire.kernels.cpu import CpuKernels
+from pagewire.kernels.reference import sees_blocks
 from worker_service.attention.backend import AttentionBatch, AttentionShape, Capability
 from worker_service.models.torch_operations import Attend
 
@@ -62,7 +64,7 @@ class TorchAttention:
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._shape = shape
-        self._scoring = shape.scoring(0, device)  # for all layers, without windows and sinks
+        self._scoring = shape.scoring((0, None), device)  # for all layers, without windows, patterns and sinks
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Prepare the attention of one step. See `AttentionBackend.prepare`.
@@ -71,8 +73,9 @@ class TorchAttention:
         indices and the attention masks that later chunks and decoding groups need.
         """
         caches = [(TokenRows(keys), TokenRows(values)) for keys, values in kv_cache]
-        windows = self._shape.windows
-        steps = [_Step.of(batch, kv_cache[0][0], window, self._shape.dtype) for window in sorted(set(windows))]
+        reaches = self._shape.reaches
+        windows = sorted({window for window, _ in reaches})
+        steps = [_Step.of(batch, kv_cache[0][0], window, self._shape.dtype) for window in windows]
         divide = _whole_prompts if self._shape.is_bidirectional else _causal_parts
         parts = {step.window: divide(step) for step in steps}
         block_size = steps[0].block_size
@@ -80,10 +83,11 @@ class TorchAttention:
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
             key_rows, value_rows = caches[layer]
-            scoring = replace(self._scoring, window=windows[layer], sinks=sinks)
+            window, pattern = reaches[layer]
+            scoring = replace(self._scoring, window=window, pattern=pattern, sinks=sinks)
             key, value = key_rows.write(written, key), value_rows.write(written, value)
             output = query.new_empty(query.shape)
-            for part in parts[windows[layer]]:
+            for part in parts[window]:
                 output[part.tokens] = part.attend(query, key, value, key_rows, value_rows, scoring)
             return output
 
@@ -103,16 +107,18 @@ def _is_plain(scoring: Scoring) -> bool:
     """Return whether `F.scaled_dot_product_attention` can compute attention with these parameters.
 
     It does not support soft caps, ALiBi slopes or attention sinks. It supports a sliding window, in the form of a mask.
+    A block pattern would need a mask for each head.
     """
-    return not scoring.softcap and scoring.alibi_slopes is None and scoring.sinks is None
+    others = (scoring.alibi_slopes, scoring.sinks, scoring.pattern)
+    return not scoring.softcap and all(other is None for other in others)
 
 
 def _attend_scored(
     queries: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, distances: Tensor, head_shape: tuple[int, ...]
 ) -> Tensor:
-    """Compute attention in plain torch operations, with soft caps, ALiBi slopes, sliding windows and sinks.
+    """Compute attention in plain torch operations, with soft caps, ALiBi slopes, windows, patterns and sinks.
 
-    `F.scaled_dot_product_attention` does not support soft caps, slopes or sinks on any device.
+    `F.scaled_dot_product_attention` does not support soft caps, slopes, patterns or sinks on any device.
 
     Args:
         queries, keys, values: as `F.scaled_dot_product_attention` expects them.
@@ -131,6 +137,10 @@ def _attend_scored(
     is_hidden = distances < 0
     if scoring.window:
         is_hidden |= distances >= scoring.window
+    if scoring.pattern is not None:  # without a window, keys begin at position 0
+        positions, heads = torch.arange(keys.shape[-2], device=keys.device), torch.arange(math.prod(head_shape))
+        heads = heads.to(keys.device).view(head_shape)
+        is_hidden = is_hidden | ~sees_blocks(scoring.pattern, positions + distances, positions, heads)
     scores.masked_fill_(is_hidden, float("-inf"))
     if scoring.sinks is not None:
         sinks = scoring.sinks.view(head_shape).expand(*scores.shape[:-1], 1)

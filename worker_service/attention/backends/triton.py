@@ -75,7 +75,7 @@ class TritonAttention:
     def __init__(self, shape: AttentionShape, num_processors: int, device: torch.device) -> None:
         """Create the backend. `num_processors` is the GPU's number of multiprocessors (`multi_processor_count`)."""
         self._shape = shape
-        self._scorings = {window: shape.scoring(window, device) for window in set(shape.windows)}
+        self._scorings = {reach: shape.scoring(reach, device) for reach in set(shape.reaches)}
         self._num_processors = num_processors
         self._plans: dict[int, SplitPlan] = {}  # by window, each for the most rows of any step until now
         # The first layer's keys in the last step. The reference is weak because the memory profile runs with a
@@ -86,7 +86,7 @@ class TritonAttention:
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Prepare the attention of one step: choose kernels, and decide whether several GPU programs share a sequence.
 
-        The decision is made once for all layers with the same window. See `AttentionBackend.prepare`.
+        The decision is made once for all layers with the same reach. See `AttentionBackend.prepare`.
         """
         strides = self._strides_of(kv_cache)
         device = kv_cache[0][0].device
@@ -99,17 +99,17 @@ class TritonAttention:
         if rows.num_decodes is None:
             decode_lens, prefill_lens = _split_lengths(rows)
         attentions = {}
-        for window, scoring in self._scorings.items():
+        for reach, scoring in self._scorings.items():
             group = LayerGroup.of(query_shape, self._shape.dtype, paged_caches(*kv_cache[0]), scoring)
-            plan = self._plan(batch, decode_lens, window, num_blocks, device)
+            plan = self._plan(batch, decode_lens, scoring.window, num_blocks, device)
             if prefill_lens is None:
                 split = (len(decode_lens), plan)
                 attention = PagedAttention.of(group, block_tables, rows.seq_lens, rows.query_start_loc, *split)
             else:
                 lengths = (decode_lens, prefill_lens, rows.query_start_loc)
                 attention = PagedAttention.of_any_rows(group, block_tables, *lengths, plan)
-            attentions[window] = attention
-        of_layers = [attentions[window] for window in self._shape.windows]
+            attentions[reach] = attention
+        of_layers = [attentions[reach] for reach in self._shape.reaches]
 
         def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
             caches = Strided(kv_cache[layer][0], strides[layer][0]), Strided(kv_cache[layer][1], strides[layer][1])
