@@ -56,3 +56,4 @@ class NormRopeParams(NamedTuple):
     eps: float  # added to the mean square
     cos: Tensor  # [T, head_dim], for pairs (i, i + head_dim / 2)
     sin: Tensor  # [T, head_dim], the first half negated
+    rotates_first: bool = False  # heads are rotated before they are normalized, not after

@@ -178,7 +178,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def norm_rope(heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
     """Prepare query and key heads for attention, in place: normalize the heads that have a norm weight, then apply
-    rotary position embedding.
+    rotary position embedding. With `rotates_first`, normalize after the rotation.
 
     The rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) rotates pairs (i, i + head_dim /
     2).
@@ -190,11 +190,13 @@ def norm_rope(heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tenso
     Returns:
         Views of `heads`: queries, keys and values.
     """
-    num_heads, query_weight, key_weight, eps, cos, sin = preparation
+    num_heads, query_weight, key_weight, eps, cos, sin, rotates_first = preparation
     num_kv_heads = (heads.shape[1] - num_heads) // 2
     queries, keys, values = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     for part, weight in ((queries, query_weight), (keys, key_weight)):
-        x = part if weight is None else rms_norm(part, weight, eps)
+        x = part if weight is None or rotates_first else rms_norm(part, weight, eps)
         swapped = x.roll(x.shape[-1] // 2, dims=-1).float()
         part.copy_((x * cos[:, None]).float() + swapped * sin[:, None].float())
+        if weight is not None and rotates_first:
+            part.copy_(rms_norm(part, weight, eps))
     return queries, keys, values

@@ -279,7 +279,7 @@ class CpuKernels:
     def norm_rope(self, heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
         """Prepare query and key heads for attention, in place: normalize them, then apply rotary position embedding.
 
-        Queries or keys without a norm weight are only rotated.
+        With `rotates_first`, normalize after the rotation. Queries or keys without a norm weight are only rotated.
 
         Args:
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. Values do not change.
@@ -291,7 +291,7 @@ class CpuKernels:
         Raises:
             ValueError: shapes, strides or dtypes do not fit.
         """
-        num_heads, query_weight, key_weight, eps, cos, sin = preparation
+        num_heads, query_weight, key_weight, eps, cos, sin, rotates_first = preparation
         num_tokens, num_all_heads, head_dim = heads.shape
         num_kv_heads = (num_all_heads - num_heads) // 2
         if num_kv_heads < 1 or num_heads + 2 * num_kv_heads != num_all_heads or head_dim % 2:
@@ -317,6 +317,7 @@ class CpuKernels:
             num_kv_heads,
             head_dim,
             eps,
+            rotates_first,
             torch.get_num_threads(),
         )
         query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)

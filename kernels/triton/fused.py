@@ -99,7 +99,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def norm_rope(heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
     """Prepare query and key heads for attention, in place: normalize the heads that have a norm weight, then apply
-    rotary position embedding.
+    rotary position embedding. With `rotates_first`, normalize after the rotation.
 
     The rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) rotates pairs (i, i + head_dim /
     2).
@@ -116,11 +116,11 @@ def norm_rope(heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tenso
         ValueError: a shape, stride or dtype is not supported.
     """
     _check_heads(heads, preparation)
-    num_heads, query_weight, key_weight, eps, cos, sin = preparation
+    num_heads, query_weight, key_weight, eps, cos, sin, rotates_first = preparation
     num_kv_heads = (heads.shape[1] - num_heads) // 2
     if heads.shape[0]:
         angles = (Strided.of(cos), Strided.of(sin))
-        launch = _norm_rope_launch(heads, num_heads, None)
+        launch = _norm_rope_launch(heads, num_heads, None, rotates_first=rotates_first)
         launch(None, Strided.of(heads), query_weight, key_weight, eps, angles, None)
     queries, keys, values = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     return queries, keys, values
@@ -157,8 +157,8 @@ class HeadCaching:
         Raises:
             ValueError: a shape, stride or dtype is not supported.
         """
-        num_heads, query_weight, key_weight, eps, cos, sin = preparation
-        layout: list[Hashable] = [num_heads]
+        num_heads, query_weight, key_weight, eps, cos, sin, rotates_first = preparation
+        layout: list[Hashable] = [num_heads, rotates_first]
         addresses = self.slot_mapping.data_ptr()
         for tensor in (heads, query_weight, key_weight, cos, sin, key_cache, value_cache):
             if tensor is None:
@@ -171,7 +171,8 @@ class HeadCaching:
         if launch is None:
             _check_heads(heads, preparation)
             _check_cached(heads, num_heads, key_cache, value_cache, self.slot_mapping)
-            launch = self._launches[kind] = _norm_rope_launch(heads, num_heads, key_cache)
+            launch = _norm_rope_launch(heads, num_heads, key_cache, rotates_first=rotates_first)
+            self._launches[kind] = launch
         if heads.shape[0]:
             launch(
                 None if addresses % ALIGNMENT else kind,
@@ -185,28 +186,28 @@ class HeadCaching:
         return heads[:, :num_heads]
 
 
-def _norm_rope_launch(heads: Tensor, num_heads: int, cache: Tensor | None) -> RepeatedLaunch:
-    """Return an object that launches the kernel that normalizes and rotates heads. If `cache` is given, the kernel
-    writes keys and values to the KV cache. Otherwise it writes the rotated keys to `heads`."""
+def _norm_rope_launch(heads: Tensor, num_heads: int, cache: Tensor | None, *, rotates_first: bool) -> RepeatedLaunch:
+    """Return an object that launches the kernel that normalizes and rotates heads, in this or the other order. If
+    `cache` is given, the kernel writes keys and values to the KV cache. Otherwise it writes the keys to `heads`."""
     num_tokens, total_heads, head_dim = heads.shape
     num_kv_heads = (total_heads - num_heads) // 2
     padded_half = triton.next_power_of_2(head_dim // 2)
     tile_heads = _TILE_ELEMENTS // (2 * padded_half)
     num_turned = num_heads + num_kv_heads if cache is None else total_heads
     constants = {
-        "NUM_HEADS": num_heads,
-        "NUM_KV_HEADS": num_kv_heads,
+        "NUM_HEADS": (num_heads, num_kv_heads),
         "HEAD_DIM": head_dim,
         "PADDED_HALF": padded_half,
         "BLOCK_SIZE": 1 if cache is None else cache.shape[1],
         "TILE_HEADS": tile_heads,
+        "ROTATES_FIRST": rotates_first,
     }
     grid = (num_tokens, triton.cdiv(num_turned, tile_heads), 1)
     return RepeatedLaunch(_norm_rope_kernel, grid, constants, {"num_warps": _NUM_WARPS, "enable_fp_fusion": False})
 
 
 def _check_heads(heads: Tensor, preparation: NormRopeParams) -> None:
-    num_heads, query_weight, key_weight, _, cos, sin = preparation
+    num_heads, query_weight, key_weight, _, cos, sin, _ = preparation
     check_tensor("heads", heads, ("T", "heads", "head_dim"), *FLOATS, is_strided=True)
     num_tokens, total_heads, head_dim = heads.shape
     if head_dim not in HEAD_DIMS:
@@ -269,48 +270,49 @@ def _silu_mul_kernel(gate_up, output, stride, size, TILE: tl.constexpr):
 @triton.jit
 def _norm_rope_kernel(
     heads, query_weight, key_weight, eps, angles, target,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, ROTATES_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Triton kernel that normalizes and rotates TILE_HEADS heads of one token per program. A head is processed as two
-    halves: pair i consists of element i of both halves."""
+    halves: pair i consists of element i of both halves. NUM_HEADS has the numbers of query heads and of key heads."""
     HALF: tl.constexpr = HEAD_DIM // 2
+    NUM_QUERIES: tl.constexpr = NUM_HEADS[0]
+    NUM_KEYS: tl.constexpr = NUM_HEADS[1]
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS))[:, None]
     pair = tl.arange(0, PADDED_HALF)[None, :]
-    is_query = (head < NUM_HEADS) & (pair < HALF)
-    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS) & (pair < HALF)
-    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (pair < HALF)
+    is_query = (head < NUM_QUERIES) & (pair < HALF)
+    is_key = (head >= NUM_QUERIES) & (head < NUM_QUERIES + NUM_KEYS) & (pair < HALF)
+    is_value = (head >= NUM_QUERIES + NUM_KEYS) & (head < NUM_QUERIES + 2 * NUM_KEYS) & (pair < HALF)
     sources = heads.data + token * heads.strides[0] + head * heads.strides[1] + pair
     raw_first = tl.load(sources, mask=is_query | is_key | is_value, other=0.0)
     raw_second = tl.load(sources + HALF, mask=is_query | is_key | is_value, other=0.0)
 
     first, second = raw_first, raw_second
+    if ROTATES_FIRST:
+        first, second = _rotate_halves(first, second, angles, token, pair, HALF)
     if query_weight is not None:
-        units = _normalize_halves(raw_first, raw_second, query_weight, eps, pair, HEAD_DIM)
+        units = _normalize_halves(first, second, query_weight, eps, pair, HEAD_DIM)
         first, second = tl.where(is_query, units[0], first), tl.where(is_query, units[1], second)
     if key_weight is not None:
-        units = _normalize_halves(raw_first, raw_second, key_weight, eps, pair, HEAD_DIM)
+        units = _normalize_halves(first, second, key_weight, eps, pair, HEAD_DIM)
         first, second = tl.where(is_key, units[0], first), tl.where(is_key, units[1], second)
-    cos, sin = angles
-    cos_first, cos_second = _load_halves(cos.data + token * cos.strides[0], pair, HALF)
-    sin_first, sin_second = _load_halves(sin.data + token * sin.strides[0], pair, HALF)
-    turned_first = _rotate_element(first, second, cos_first, sin_first)
-    turned_second = _rotate_element(second, first, cos_second, sin_second)
-    tl.store(sources, turned_first, mask=is_query)
-    tl.store(sources + HALF, turned_second, mask=is_query)
+    if not ROTATES_FIRST:
+        first, second = _rotate_halves(first, second, angles, token, pair, HALF)
+    tl.store(sources, first, mask=is_query)
+    tl.store(sources + HALF, second, mask=is_query)
     if target is not None:
         key_cache, value_cache, slots = target
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
             block, position = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-            kv_head = head - NUM_HEADS
-            _store_halves(key_cache, block, position, kv_head, pair, HALF, turned_first, turned_second, is_key)
-            kv_head -= NUM_KV_HEADS
+            kv_head = head - NUM_QUERIES
+            _store_halves(key_cache, block, position, kv_head, pair, HALF, first, second, is_key)
+            kv_head -= NUM_KEYS
             _store_halves(value_cache, block, position, kv_head, pair, HALF, raw_first, raw_second, is_value)
     else:
-        tl.store(sources, turned_first, mask=is_key)
-        tl.store(sources + HALF, turned_second, mask=is_key)
+        tl.store(sources, first, mask=is_key)
+        tl.store(sources + HALF, second, mask=is_key)
 
 
 @triton.jit
@@ -323,6 +325,16 @@ def _normalize_halves(first, second, weight, eps, pair, HEAD_DIM: tl.constexpr):
     unit_first = _scale(tl.div_rn(wide_first, rms).to(weight_first.dtype), weight_first)
     unit_second = _scale(tl.div_rn(wide_second, rms).to(weight_second.dtype), weight_second)
     return unit_first.to(first.dtype), unit_second.to(second.dtype)
+
+
+@triton.jit
+def _rotate_halves(first, second, angles, token, pair, HALF: tl.constexpr):
+    """Return the rotated halves of query or key heads of one token, [heads, padded half] each."""
+    cos, sin = angles
+    cos_first, cos_second = _load_halves(cos.data + token * cos.strides[0], pair, HALF)
+    sin_first, sin_second = _load_halves(sin.data + token * sin.strides[0], pair, HALF)
+    turned_first = _rotate_element(first, second, cos_first, sin_first)
+    return turned_first, _rotate_element(second, first, cos_second, sin_second)
 
 
 @triton.jit

@@ -73,6 +73,7 @@ class Attention:
     qk_norm: Literal["none", "head", "projection", "layer_norm"] = "none"
     norm_eps: float = 0.0
     norm_adds_one: bool = False
+    rotates_first: bool = False  # heads are rotated before they are normalized, not after
     # Bound on the absolute values of queries, keys and values, applied after norms of projections; 0: no bound.
     limit: float = 0.0
     growth: QueryScaling | None = None
@@ -111,8 +112,8 @@ class Attention:
         if self.limit:
             yield Clip(made, "clipped_heads", self.limit)
             made = "clipped_heads"
-        norms = query_norm, key_norm, self.norm_eps
-        yield QkNormRopeStore(made, "queries", self.layer, heads, self.num_positions, *norms, self.rope, self.growth)
+        norms, turns = (query_norm, key_norm, self.norm_eps), (self.rope, self.growth, self.rotates_first)
+        yield QkNormRopeStore(made, "queries", self.layer, heads, self.num_positions, *norms, *turns)
         sinks = Vector(f"{name}.sinks", _of_heads(heads.num_heads, 1), is_float32=True)
         yield AttendPaged("queries", "attended", self.layer, heads, sinks if self.has_sinks else None)
         columns = _of_heads(heads.num_heads * heads.head_dim, heads.head_dim)

@@ -391,8 +391,9 @@ class AttentionHeads:
 @dataclass(frozen=True, slots=True)
 class QkNormRopeStore:
     """The operation that prepares queries, keys and values for attention. The input contains the queries, then the
-    keys, then the values. Queries and keys are normalized if there is a norm weight, and rotated by their positions if
-    there is a rope. Keys and values are stored in the KV cache. The queries are the output."""
+    keys, then the values. Queries and keys are normalized if there is a norm weight, then rotated by their positions if
+    there is a rope. With `rotates_first`, they are rotated before they are normalized. Keys and values are stored in
+    the KV cache. The queries are the output."""
 
     input: str  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     output: str  # [T, num_heads * head_dim]
@@ -404,6 +405,7 @@ class QkNormRopeStore:
     eps: float = 0.0
     rope: RopeConfig | None = None
     growth: QueryScaling | None = None
+    rotates_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ FAMILIES = (
     "olmo",
     "falcon",
     "phimoe",
+    "hunyuan_v1_dense",
 )
 
 DECODER = {
@@ -153,6 +154,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "olmo": {**PLAIN_HEADS, "clip_qkv": 1.0},
     "falcon": {"vocab_size": 151, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
     "phimoe": {**DECODER, "num_local_experts": 4, "router_jitter_noise": 0.3},
+    "hunyuan_v1_dense": {
+        **DECODER,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 50.0},
+    },
     "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mpt": {
         **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},

@@ -91,13 +91,14 @@ def check_norm_rope(
     normalized: str,
     seed: int,
 ) -> None:
-    """Check `norm_rope` without a cache. `normalized` names the heads that have a norm weight: some of "qk"."""
+    """Check `norm_rope` without a cache. `normalized` names the heads that have a norm weight, some of "qk", and has an
+    "r" if heads are rotated first."""
     case = f"norm_rope of {num_tokens} x {num_heads}/{num_kv_heads} x {head_dim} {dtype}, {normalized=}, seed {seed}"
     torch.manual_seed(seed)
     heads, weights, cos, sin = make_heads(device, dtype, num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     chosen = [weight if name in normalized else None for name, weight in zip("qk", weights, strict=True)]
     ours, theirs = heads.clone(), heads.clone()
-    preparation = NormRopeParams(num_heads, *chosen, EPS, cos, sin)
+    preparation = NormRopeParams(num_heads, *chosen, EPS, cos, sin, "r" in normalized)
     parts = fused.norm_rope(ours, preparation)
     reference.norm_rope(theirs, preparation)
     assert torch.equal(ours[:, -num_kv_heads:], heads[:, -num_kv_heads:]), f"{case}: the values changed"
@@ -133,7 +134,7 @@ def check_norm_rope_and_cache(
     ours, theirs = blocks.to(cache_dtype), blocks.to(cache_dtype)  # [block, layer, K or V, ...]
     slots = torch.randperm(num_blocks * block_size, device=device)[:num_tokens]
     slots[1::5] = -1
-    preparation = NormRopeParams(num_heads, *chosen, EPS, cos, sin)
+    preparation = NormRopeParams(num_heads, *chosen, EPS, cos, sin, "r" in normalized)
 
     turned = heads.clone()
     queries, keys, values = reference.norm_rope(turned, preparation)
@@ -160,7 +161,7 @@ def device_cases() -> Iterator[DeviceCase]:
             yield case(f"norm_rope {head_dim} {dtype}", check_norm_rope, dtype, 515, 16, 4, head_dim, "qk", 3)
             arguments = (dtype, dtype, 515, 16, 4, head_dim, 16, 4)
             yield case(f"norm_rope_and_cache {head_dim} {dtype}", check_norm_rope_and_cache, *arguments)
-    for normalized in ("", "q", "k"):
+    for normalized in ("", "q", "k", "qkr"):
         arguments = (bfloat16, 100, 32, 8, 128, normalized, 5)
         yield case(f"norm_rope normalized={normalized}", check_norm_rope, *arguments)
         arguments = (bfloat16, bfloat16, 100, 32, 8, 128, 16, 5, normalized)
@@ -251,12 +252,12 @@ def _norm_rope_variant(dtype: torch.dtype, cache_dtype: torch.dtype | None, head
     }
     padded_half = 1 << (head_dim // 2 - 1).bit_length()
     constexprs = {
-        "NUM_HEADS": 32,
-        "NUM_KV_HEADS": 8,
+        "NUM_HEADS": (32, 8),
         "HEAD_DIM": head_dim,
         "PADDED_HALF": padded_half,
         "BLOCK_SIZE": 16,
         "TILE_HEADS": 1024 // (2 * padded_half),
+        "ROTATES_FIRST": head_dim == 80,
     }
     name = f"norm_rope {head_dim} {dtype} into {cache_dtype} by {weight}"
     return CompileCase(name, fused._norm_rope_kernel, signature, constexprs, divisible_by_16=("strides",))

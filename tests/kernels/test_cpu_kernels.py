@@ -347,9 +347,9 @@ def test_silu_mul(cpu_kernels, dtype, num_tokens, size):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("is_normalized", [False, True])
+@pytest.mark.parametrize(("is_normalized", "rotates_first"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("head_dim", [2, 16, 38, 64, 80, 128])
-def test_norm_rope(cpu_kernels, dtype, is_normalized, head_dim):
+def test_norm_rope(cpu_kernels, dtype, is_normalized, rotates_first, head_dim):
     num_tokens, num_heads, num_kv_heads = 9, 6, 2
     heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
     angles = 100 * torch.rand(num_tokens, head_dim // 2)
@@ -357,7 +357,7 @@ def test_norm_rope(cpu_kernels, dtype, is_normalized, head_dim):
     sin = torch.cat([-angles.sin(), angles.sin()], 1).to(dtype)
     weights = (1 + 0.1 * torch.randn(2, head_dim)).to(dtype) if is_normalized else (None, None)
     ours, theirs = heads.clone(), heads.clone()
-    preparation = NormRopeParams(num_heads, *weights, 1e-6, cos, sin)
+    preparation = NormRopeParams(num_heads, *weights, 1e-6, cos, sin, rotates_first)
     cpu_kernels.norm_rope(ours, preparation)
     reference.norm_rope(theirs, preparation)
     assert torch.equal(ours[:, -num_kv_heads:], heads[:, -num_kv_heads:])
@@ -403,7 +403,8 @@ def test_every_variant_that_runs_here_equals_reference(name):
     for dtype in TOLERANCES:
         test_norms(kernels, dtype, 7, 100)
         test_silu_mul(kernels, dtype, 5, 27)
-        test_norm_rope(kernels, dtype, True, 38)
+        test_norm_rope(kernels, dtype, True, False, 38)
+        test_norm_rope(kernels, dtype, True, True, 38)
     test_windows_read_nothing_before(kernels, 17)
     test_context_is_split_between_threads(kernels, 3, [(2999, 4)], 6)
 

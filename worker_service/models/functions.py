@@ -178,14 +178,14 @@ def _prepare_heads(operation: Any, step: Step) -> tuple[Tensor, ...]:
     if operation.growth is not None:
         heads[:, :num_heads] *= step.at_positions(operation.growth)[:, None, None].to(heads.dtype)
     if operation.rope is not None:
-        angles = step.at_positions(operation.rope)
+        cos, sin = step.at_positions(operation.rope)
     elif query_weight is None and key_weight is None:
         num_kv_heads = (heads.shape[1] - num_heads) // 2
         return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     else:
-        ones = heads.new_ones(len(heads), operation.heads.head_dim)
-        angles = ones, torch.zeros_like(ones)
-    preparation = NormRopeParams(num_heads, query_weight, key_weight, operation.eps, *angles)
+        cos = heads.new_ones(len(heads), operation.heads.head_dim)
+        sin = torch.zeros_like(cos)
+    preparation = NormRopeParams(num_heads, query_weight, key_weight, operation.eps, cos, sin, operation.rotates_first)
     return step.model.operations.turn(step.attend, operation.layer, heads, preparation)
 
 

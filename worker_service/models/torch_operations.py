@@ -188,16 +188,18 @@ class Operations:
 
     def norm_rope(self, heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
         """Split `heads` into queries, keys and values, normalize queries and keys if they have a norm weight, and apply
-        rotary position embedding. Return queries [T, num_heads, head_dim], and keys and values [T, num_kv_heads,
-        head_dim] each."""
-        num_heads, query_weight, key_weight, eps, cos, sin = preparation
+        rotary position embedding. With `rotates_first`, normalize after the rotation. Return queries [T, num_heads,
+        head_dim], and keys and values [T, num_kv_heads, head_dim] each."""
+        num_heads, query_weight, key_weight, eps, cos, sin, rotates_first = preparation
         num_kv_heads = (heads.shape[1] - num_heads) // 2
         query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if query_weight is not None:
-            query = self.rms_norm(query, query_weight, eps)
-        if key_weight is not None:
-            key = self.rms_norm(key, key_weight, eps)
-        return rotate(query, cos[:, None], sin[:, None]), rotate(key, cos[:, None], sin[:, None]), value
+        steps: list[Callable[[Tensor, Tensor | None], Tensor]] = [
+            lambda x, weight: x if weight is None else self.rms_norm(x, weight, eps),
+            lambda x, weight: rotate(x, cos[:, None], sin[:, None]),
+        ]
+        for step in reversed(steps) if rotates_first else steps:
+            query, key = step(query, query_weight), step(key, key_weight)
+        return query, key, value
 
 
 def multiply_all(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None) -> Tensor:

@@ -125,11 +125,13 @@ typedef struct {
   tensor table, positions;
   // QK_NORM_ROPE_STORE: the input contains heads [num_heads + 2 * num_kv_heads, head_dim]: queries, keys and values.
   // Queries and keys are normalized if they have a norm weight [head_dim]. They are then rotated if the rope's cosines
-  // and sines [num_positions, head_dim] are present. Queries are multiplied by the growth at their position if `growth`
-  // [num_positions] is present, and become the output. Keys and values are stored in the cache.
+  // and sines [num_positions, head_dim] are present; with `rotates_first`, they are rotated before they are normalized.
+  // Queries are multiplied by the growth at their position if `growth` [num_positions] is present, and become the
+  // output. Keys and values are stored in the cache.
   int64_t layer, head_dim;
   int64_t num_heads, num_positions;
   tensor query_norm, key_norm, rope[2], growth;
+  int64_t rotates_first;
   // NORMALIZE_PROJECTIONS: output = input, except that two leading parts are normalized, each by its own mean square.
   // Their widths are the widths of `query_norm` and `key_norm`. With `head_dim`, each head gets a layer norm instead.
   tensor sinks;  // ATTEND_PAGED, which reads the stored keys and values: [num_heads] float32
@@ -222,11 +224,11 @@ int64_t add_rms_norm(int64_t element, void* x, const void* update, const void* w
 int64_t silu_mul(int64_t element, const void* gate_up, void* output, int64_t num_tokens, int64_t size,
                  int64_t num_threads);
 // heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values. Queries and keys are
-// normalized if they have a weight, then rotated, in place. cos, sin: [num_tokens, head_dim]. All are FLOAT32 or
-// BFLOAT16.
+// normalized if they have a weight, then rotated, in place; with `rotates_first`, they are rotated, then normalized.
+// cos, sin: [num_tokens, head_dim]. All are FLOAT32 or BFLOAT16.
 int64_t norm_rope(int64_t element, void* heads, const void* query_weight, const void* key_weight, const void* cos,
                   const void* sin, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                  float eps, int64_t num_threads);
+                  float eps, int64_t rotates_first, int64_t num_threads);
 // Stores a step's keys and values, then computes attention. output: [num_tokens, num_heads, head_dim], of the queries'
 // element type: FLOAT32 with any cache, or BFLOAT16 with a cache of BFLOAT16 or 8 bits.
 int64_t attend(int64_t element, int64_t cache_element, const attention_step* step, const void* query, const void* key,

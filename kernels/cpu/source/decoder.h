@@ -303,12 +303,13 @@ static void turn_task(const void* context, int64_t task, int64_t next) {
     const float* source = t->heads + (token * (num_turned + step->num_kv_heads) + head) * size;
     const float* weight = (head < step->num_heads ? &o->query_norm : &o->key_norm)->values;
     float x[MAX_HEAD_DIM];
-    if (weight)
+    if (weight && !o->rotates_first)
       normalize_float(source, weight, x, size, o->eps);
     else
       memcpy(x, source, sizeof(float) * (size_t)size);
     const int64_t position = t->d->tokens->positions[token], angle = position * size;
     if (cos) rotate_float(x, cos + angle, sin + angle, size);
+    if (weight && o->rotates_first) normalize_float(x, weight, x, size, o->eps);
     if (head < step->num_heads && growth) {
       const float scale = growth[position];
       for (int64_t j = 0; j < size; j++) x[j] *= scale;

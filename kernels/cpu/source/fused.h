@@ -91,17 +91,18 @@ INLINE void NAME(rotate)(ELEMENT* x, const ELEMENT* cos, const ELEMENT* sin, int
 }
 
 // heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values. Queries and keys are
-// normalized if they have a weight, then rotated, in place. cos, sin: [num_tokens, head_dim].
+// normalized if they have a weight, then rotated, in place; or the other way round. cos, sin: [num_tokens, head_dim].
 static void NAME(norm_rope)(ELEMENT* heads, const ELEMENT* query_weight, const ELEMENT* key_weight, const ELEMENT* cos,
                      const ELEMENT* sin, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                     float eps, int64_t num_threads) {
+                     float eps, int64_t rotates_first, int64_t num_threads) {
   const int64_t token_stride = (num_heads + 2 * num_kv_heads) * head_dim;
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && num_tokens * token_stride >= MIN_PARALLEL_ELEMENTS)
   for (int64_t token = 0; token < num_tokens; token++)
     for (int64_t head = 0; head < num_heads + num_kv_heads; head++) {
       ELEMENT* x = heads + token * token_stride + head * head_dim;
       const ELEMENT* weight = head < num_heads ? query_weight : key_weight;
-      if (weight) NAME(normalize)(x, weight, x, head_dim, eps);
+      if (weight && !rotates_first) NAME(normalize)(x, weight, x, head_dim, eps);
       NAME(rotate)(x, cos + token * head_dim, sin + token * head_dim, head_dim);
+      if (weight && rotates_first) NAME(normalize)(x, weight, x, head_dim, eps);
     }
 }

@@ -22,15 +22,15 @@ int64_t silu_mul(int64_t element, const void* gate_up, void* output, int64_t num
 
 int64_t norm_rope(int64_t element, void* heads, const void* query_weight, const void* key_weight, const void* cos,
                   const void* sin, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                  float eps, int64_t num_threads) {
+                  float eps, int64_t rotates_first, int64_t num_threads) {
   switch (element) {
     case ELEMENT_FLOAT32:
       norm_rope_float(heads, query_weight, key_weight, cos, sin, num_tokens, num_heads, num_kv_heads, head_dim, eps,
-                      num_threads);
+                      rotates_first, num_threads);
       break;
     case ELEMENT_BFLOAT16:
       norm_rope_bfloat16(heads, query_weight, key_weight, cos, sin, num_tokens, num_heads, num_kv_heads, head_dim, eps,
-                         num_threads);
+                         rotates_first, num_threads);
       break;
     default: return NO_KERNEL;
   }

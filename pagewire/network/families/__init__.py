@@ -111,8 +111,9 @@ def _known_architectures(config: JsonObject) -> Iterator[str]:
             yield from (each for each in (name, headed) if each in BY_ARCHITECTURE)
         return
     is_multimodal, model_type = bool(config.get("text_config")), str(config.get("model_type"))
-    for name in BY_ARCHITECTURE:
-        if _plain(name) == _plain(model_type.removesuffix("_text")) and name.endswith(_MULTIMODAL) == is_multimodal:
+    for name, family in BY_ARCHITECTURE.items():
+        own = _plain(family.model_type or name)
+        if own == _plain(model_type.removesuffix("_text")) and name.endswith(_MULTIMODAL) == is_multimodal:
             yield name
 
 

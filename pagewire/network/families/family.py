@@ -56,6 +56,7 @@ class Family:
     stacks: Stacks = field(default_factory=lambda: STACKS)
     defaults: JsonObject = field(default_factory=dict)  # values of settings that files may omit
     length_key: str = "max_position_embeddings"  # the key of the maximum length
+    model_type: str = ""  # for files without architectures, if the architecture's name does not contain it
     # The rope_parameters to assume if a file has no rope settings.
     default_rope: JsonObject = field(default_factory=dict)
 

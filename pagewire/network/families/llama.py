@@ -10,13 +10,14 @@ window. Phi-3 (Abdin et al., 2024, https://arxiv.org/abs/2404.14219) and Phi-4 s
 projection, and gates and ups as another. Phi-4-mini rotates a part of each head. Phi-3 and Phi-4-mini may extend their
 positions by LongRoPE. Arcee (2025, https://huggingface.co/arcee-ai/AFM-4.5B) has a plain MLP with squared ReLU
 (https://arxiv.org/abs/2109.08668). Dense Granite 4 (2025, https://huggingface.co/ibm-granite/granite-4.0-1b) has
-Granite 3's factors, and may have no positions.
+Granite 3's factors, and may have no positions. Dense Hunyuan V1 (Tencent, 2025,
+https://huggingface.co/tencent/Hunyuan-7B-Instruct) normalizes heads after it has rotated them.
 """
 
 from collections.abc import Callable, Iterator
 
 from pagewire.network.blocks import activation, layer
-from pagewire.network.families.family import Family, TextConfig, head_dim_of, norms_of
+from pagewire.network.families.family import WITHOUT_PREFIX, Family, TextConfig, head_dim_of, norms_of
 from pagewire.network.families.positions import (
     FULL,
     SLIDING,
@@ -29,6 +30,7 @@ from pagewire.network.families.positions import (
 from pagewire.network.families.reading import (
     JsonObject,
     attention_biases,
+    expect,
     flag,
     num_layers_of,
     number,
@@ -132,6 +134,24 @@ def _read_phi3(config: JsonObject, architecture: str) -> Network:
     return text.model(norm, layers)
 
 
+def _read_hunyuan(config: JsonObject, architecture: str) -> Network:
+    expect(config, "use_qk_norm", True)
+    text = TextConfig.read(_with_scaled_base(config), architecture, default_eps=1e-5)
+    return text.llama(**attention_biases(config), qk_norm="head", rotates_first=True)
+
+
+def _with_scaled_base(config: JsonObject) -> JsonObject:
+    """Return a config.json without the rope type "dynamic" of Hunyuan. For heads of size d, this type multiplies the
+    rope base by alpha ** (d / (d - 2)), independent of the length of a sequence."""
+    settings, head_dim = rope_settings(config), head_dim_of(config)
+    if (settings.get("rope_type") or settings.get("type")) != "dynamic" or not settings.get("alpha"):
+        return config
+    # A head of size 2 has a single frequency, which no base changes.
+    scale = number(settings, "alpha") ** (head_dim / max(1, head_dim - 2))
+    theta = scale * number(settings, "rope_theta", 10_000.0)
+    return {**config, "rope_scaling": None, "rope_parameters": {"rope_theta": theta}}
+
+
 LLAMA = Family(("LlamaForCausalLM",), _read_llama)
 GRANITE = Family(("GraniteForCausalLM",), _read_granite)
 GRANITE4 = Family(("GraniteMoeHybridForCausalLM",), _read_granite4)
@@ -141,3 +161,10 @@ SMOLLM3 = Family(
     ("SmolLM3ForCausalLM",), _read_smollm3, defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}
 )
 PHI3 = Family(("Phi3ForCausalLM",), _read_phi3)
+_HUNYUAN_NORMS = ((r"\.q_norm\.", ".query_layernorm."), (r"\.k_norm\.", ".key_layernorm."))
+HUNYUAN = Family(
+    ("HunYuanDenseV1ForCausalLM",),
+    _read_hunyuan,
+    renamings=tuple((*_HUNYUAN_NORMS, *prefix) for prefix in ((), WITHOUT_PREFIX)),
+    model_type="hunyuan_v1_dense",
+)

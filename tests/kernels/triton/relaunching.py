@@ -82,6 +82,7 @@ def layers_to_turn() -> Iterator[tuple[str, Tensor, NormRopeParams, Tensor, Tens
     yield "turned", heads, both, *caches[0]
     others = NormRopeParams(NUM_HEADS, weights[2], weights[3], 1e-6, angles[2], angles[3])
     yield "turned", torch.zeros_like(heads), others, *caches[1]
+    yield "turned before they are normalized", heads, both._replace(rotates_first=True), *caches[1]
     yield "turned without a norm of keys", heads, both._replace(key_weight=None), *caches[2]
     yield "turned where they are shifted", shifted.view(heads.shape), both, *caches[3]
     yield "turned where they are shifted", shifted.view(heads.shape), both, *caches[4]

@@ -109,6 +109,7 @@ def test_triton_inspects_arguments_once_for_identical_layers():
         "dense:",
         "turned: _norm_rope_kernel",
         "turned:",
+        "turned before they are normalized: _norm_rope_kernel",
         "turned without a norm of keys: _norm_rope_kernel",
         "turned where they are shifted: _norm_rope_kernel",
         "turned where they are shifted: _norm_rope_kernel",

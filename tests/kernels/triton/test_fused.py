@@ -28,7 +28,7 @@ def test_silu_mul(device, dtype, num_tokens, size):
 @every_dtype
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "normalized"),
-    [(1, 1, 32, ""), (5, 2, 16, "qk"), (4, 4, 24, "k"), (6, 2, 80, "q"), (16, 1, 128, "k"), (3, 3, 256, "qk")],
+    [(1, 1, 32, ""), (5, 2, 16, "qkr"), (4, 4, 24, "k"), (6, 2, 80, "q"), (16, 1, 128, "k"), (3, 3, 256, "qk")],
 )
 def test_norm_rope(device, dtype, num_heads, num_kv_heads, head_dim, normalized):
     checks.check_norm_rope(device, dtype, 2, num_heads, num_kv_heads, head_dim, normalized, seed=head_dim)
@@ -42,7 +42,7 @@ def test_norm_rope(device, dtype, num_heads, num_kv_heads, head_dim, normalized)
         (1, 1, 32, 16, "q"),
         (5, 2, 16, 8, "qk"),
         (4, 4, 24, 8, "k"),
-        (6, 2, 80, 48, "qk"),
+        (6, 2, 80, 48, "qkr"),
         (16, 1, 128, 16, ""),
         (3, 3, 256, 256, "k"),
     ],
