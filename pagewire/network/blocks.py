@@ -106,7 +106,7 @@ class Attention:
         key_norm = self._norm(f"{name}.k_norm", heads.num_kv_heads, order)
         made = "heads"
         if self.qk_norm in ("projection", "layer_norm") and query_norm is not None and key_norm is not None:
-            size = query_norm.head_dim
+            size = query_norm.row_size
             yield NormalizeProjections(made, "normed_heads", query_norm, key_norm, self.norm_eps, size)
             made, query_norm, key_norm = "normed_heads", None, None
         if self.limit:
@@ -140,7 +140,7 @@ class Attention:
         if self.qk_norm != "head":
             values = Share.of(num_heads * size, size, "heads", is_repeated=True)
         own_dim = size if self.qk_norm == "layer_norm" else 0
-        return Vector(f"{name}.weight", values, adds_one, adds_one, head_order=order, head_dim=own_dim)
+        return Vector(f"{name}.weight", values, adds_one, adds_one, head_order=order, row_size=own_dim)
 
 
 def _of_heads(size: int, head_dim: int) -> Share:
@@ -230,7 +230,7 @@ class Experts:
         down: str = "down_proj",
         *,
         router_bias: bool = False,
-        has_correction: bool = False,
+        correction: Vector | None = None,
         source: str = "normed",
         target: str = "update",
     ) -> Iterator[Operation]:
@@ -239,18 +239,22 @@ class Experts:
         ranks, each rank has some columns of every expert and the whole router.
 
         `router` is the name of the router's module. `name` is the name of the experts' modules, with `{expert}` for the
-        number of the expert. `up` and `down` are names within an expert's module, as in `Mlp`. With `has_correction`, a
-        vector is added to the router's scores for the choice of experts, but not for their weights.
+        number of the expert. `up` and `down` are names within an expert's module, as in `Mlp`. `correction` is added to
+        the router's scores for the choice of experts, but not for their weights.
         """
         num_experts, chosen = self.num_experts, self.routing.num_chosen
         yield Multiply(source, "router_logits", whole(router, self.mlp.hidden_size, num_experts, has_bias=router_bias))
-        correction = Vector(f"{router}.e_score_correction_bias", Share.of(num_experts), is_float32=True)
-        yield RouteTopK("router_logits", "routes", self.routing, correction if has_correction else None)
+        yield RouteTopK("router_logits", "routes", self.routing, correction)
         yield MultiplyRouted(source, "up_slots", "routes", self.mlp.up(name, up, num_experts=num_experts))
         yield replace(self.mlp.activation, input="up_slots", output="activated_slots", num_parts=chosen)
         downs = self.mlp.down(name, down, num_experts=num_experts)
         yield MultiplyRouted("activated_slots", "down_slots", "routes", downs)
         yield CombineExperts("down_slots", target, "routes")
+
+    def correction(self, name: str, *, is_row: bool = False) -> Vector:
+        """Return the correction of the router's scores that the checkpoint stores under `name`: one number per expert,
+        or a matrix with them as its only row."""
+        return Vector(name, Share.of(self.num_experts), is_float32=True, row_size=self.num_experts if is_row else 0)
 
 
 def whole(name: str, in_size: int, out_size: int, *, has_bias: bool = False) -> Projection:

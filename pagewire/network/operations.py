@@ -71,8 +71,9 @@ class Vector:
     is_float32: bool = False  # in any case, independent of the model's dtype
     adds_one: bool = False  # 1 is added to the stored values
     is_stored: bool = True  # otherwise the checkpoint has no such tensor, and all values are 1
-    # The checkpoint stores [heads, head_dim], or a tensor per head if the name contains `{head}`; 0: a plain vector.
-    head_dim: int = 0
+    # The checkpoint stores a matrix with rows of this size, or one tensor per head of this size if the name contains
+    # `{head}`; 0: a plain vector.
+    row_size: int = 0
     # For each value of a head, its index in the checkpoint's head; empty: the same order.
     head_order: tuple[int, ...] = ()
 

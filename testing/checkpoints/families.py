@@ -45,6 +45,7 @@ FAMILIES = (
     "falcon",
     "phimoe",
     "hunyuan_v1_dense",
+    "ernie4_5_moe",
 )
 
 DECODER = {
@@ -158,6 +159,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **DECODER,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 50.0},
     },
+    "ernie4_5_moe": {
+        **{**PLAIN_HEADS, "num_hidden_layers": 3, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32},
+        **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+    },
     "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mpt": {
         **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
@@ -169,6 +174,7 @@ NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8, "gpt_os
     "minimax_m2": 8,
     "dots1": 8,
     "phimoe": 4,
+    "ernie4_5_moe": 8,
 }
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 

@@ -203,7 +203,7 @@ def test_the_classes_are_those_of_transformers() -> None:
         name = (own.get(model_type) or "").replace("TokenizersBackend", classes.PLAIN.name)
         assert classes._OF_MODEL_TYPE.get(model_type, "") == name, model_type
         is_overruled = model_type in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
-        assert is_overruled == (model_type in (classes._OVERRULED, "phi3", "ernie4_5", "minimax_m2"))
+        assert is_overruled == (model_type in (classes._OVERRULED, "phi3", "ernie4_5", "ernie4_5_moe", "minimax_m2"))
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]
 
 
 def _vector_targets(vector: Vector, values: Tensor) -> Iterator[tuple[str, list[Piece]]]:
-    share, size = vector.values, vector.head_dim
+    share, size = vector.values, vector.row_size
     if not size:
         yield vector.name, [_piece(values, share)]
     elif "{head}" in vector.name:

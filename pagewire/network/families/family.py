@@ -12,6 +12,7 @@ from pagewire.network.expert_routing import ExpertRouting
 from pagewire.network.families.positions import Ropes, read_no_windows, read_rope
 from pagewire.network.families.reading import (
     MAX_EXPERTS,
+    NUM_CHOSEN,
     NUM_EXPERTS,
     JsonObject,
     check_names,
@@ -286,9 +287,10 @@ def read_routing(config: JsonObject, num_key: str, **fields: Any) -> tuple[int, 
     the numbers contradict each other."""
     num_key = first_key(config, num_key, *NUM_EXPERTS)
     num_experts = positive(config, num_key, limit=MAX_EXPERTS)
-    num_chosen = positive(config, "num_experts_per_tok", limit=MAX_EXPERTS)
+    chosen_key = first_key(config, *NUM_CHOSEN)
+    num_chosen = positive(config, chosen_key, limit=MAX_EXPERTS)
     if num_chosen > num_experts:
-        raise unserved("num_experts_per_tok", num_chosen, f"at most {num_key}, {num_experts}")
+        raise unserved(chosen_key, num_chosen, f"at most {num_key}, {num_experts}")
     num_groups, num_chosen_groups = fields.get("num_groups", 1), fields.get("num_chosen_groups", 1)
     if num_experts % num_groups:
         raise unserved(num_key, num_experts, f"a multiple of n_group, {num_groups}")

@@ -83,7 +83,8 @@ def expert_layers(
         if at < num_dense:
             yield from dense(f"{name}.mlp")
         else:
-            yield from experts(f"{name}.mlp.gate", f"{name}.mlp.experts.{{expert}}", has_correction=True)
+            correction = experts.correction(f"{name}.mlp.gate.e_score_correction_bias")
+            yield from experts(f"{name}.mlp.gate", f"{name}.mlp.experts.{{expert}}", correction=correction)
             yield from shared_expert(shared, f"{name}.mlp.shared_experts")
 
     return mlp

@@ -25,6 +25,7 @@ from pagewire.network.families.positions import (
     read_layer_types,
     read_rope,
     read_rope_of_phi,
+    rope_settings,
     sliding_window,
 )
 from pagewire.network.families.reading import (

@@ -29,17 +29,15 @@ def _read(config: JsonObject, architecture: str) -> Network:
 
     def mlp(at: int, name: str) -> Iterator[Operation]:
         moe = f"{name}.block_sparse_moe"
-        yield from experts(f"{moe}.gate", f"{moe}.experts.{{expert}}", up=("w1", "w3"), down="w2", has_correction=True)
+        correction = experts.correction(f"{moe}.e_score_correction_bias")
+        yield from experts(f"{moe}.gate", f"{moe}.experts.{{expert}}", ("w1", "w3"), "w2", correction=correction)
 
     return text.llama(mlp, qk_norm="projection")
 
 
-# The correction is no part of the router.
-_CORRECTION = (r"\.gate\.e_score_correction_bias$", ".e_score_correction_bias")
-_NEW_NAMES = (_CORRECTION, *NEW_MIXTRAL_NAMES)
 FAMILY = Family(
     ("MiniMaxM2ForCausalLM",),
     _read,
     defaults={"num_key_value_heads": 8, "head_dim": 128},
-    renamings=tuple((*names, *prefix) for prefix in ((), WITHOUT_PREFIX) for names in ((_CORRECTION,), _NEW_NAMES)),
+    renamings=tuple((*names, *prefix) for prefix in ((), WITHOUT_PREFIX) for names in ((), NEW_MIXTRAL_NAMES)),
 )

@@ -20,10 +20,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS: dict[str, Activation] = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
 # Alternative names of the same setting.
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+NUM_CHOSEN = ("num_experts_per_tok", "moe_k")
 HIDDEN_SIZE = ("hidden_size", "n_embd", "n_embed", "d_model")
 _SAME = (
     NUM_EXPERTS,
+    NUM_CHOSEN,
     HIDDEN_SIZE,
     ("num_hidden_layers", "n_layer", "n_layers"),
     ("num_attention_heads", "n_head", "n_heads"),

@@ -148,7 +148,7 @@ _OF_MODEL_TYPE = {
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
     **dict.fromkeys(("mistral", "mistral3", "ministral3", "mixtral", "phi3", "phimoe", "minimax_m2"), PLAIN.name),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "granite", "granitemoehybrid", "olmo2", "olmo3"), PLAIN.name),
-    **dict.fromkeys(("ernie4_5", "stablelm"), PLAIN.name),
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "stablelm"), PLAIN.name),
 }
 _OVERRULED = "qwen2"  # the model type whose class overrides the class that the files name
 _BYTE_LEVEL = '"ByteLevel"'
