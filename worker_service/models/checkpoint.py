@@ -49,7 +49,9 @@ class Tensors(ABC):
     quantised weight may be stored as several tensors. The default implementation is for weights that are one tensor of
     floats each; they are read directly into their targets."""
 
-    names: frozenset[str]  # tensors known in advance; each of them must have a place in the model
+    names: frozenset[str]  # tensors known in advance
+    # Each tensor must have a place in the model. Otherwise further layers and parts outside the model may be left out.
+    is_exact: bool = False
     # Names of the formats of quantised weights, for log lines; empty: no weight is quantised.
     formats: tuple[str, ...] = ()
 

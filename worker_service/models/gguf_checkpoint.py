@@ -40,6 +40,8 @@ class GgufCheckpoint(Tensors):
     The constructor reads only the header of the file. Each tensor is read on request.
     """
 
+    is_exact = True
+
     def __init__(self, path: Path) -> None:
         """Read the header of the GGUF file `path`. Raises CheckpointError if the file is not a supported GGUF file."""
         self._file = open_gguf(path)

@@ -1,7 +1,7 @@
 """Loads a checkpoint directory or a GGUF file into a model, one tensor at a time."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from pagewire.kernels.quantized import BITS, GROUP_SIZE
 from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError
 from pagewire.network.families import BY_ARCHITECTURE
 from pagewire.network.families.family import Family
+from pagewire.network.network import Network
 from pagewire.network.operations import (
     OperationList,
     Part,
@@ -84,12 +85,12 @@ def prepare_model(
     network = load_config(path).serving(max_model_len)
     family = BY_ARCHITECTURE[network.architecture]
     checkpoint = DummyTensors() if is_dummy else _open(path, family)
-    is_tied = network.tie_word_embeddings
-    listed = _with_checkpoint_names(network.operations, family, checkpoint, is_tied=is_tied)
+    listed = _with_checkpoint_names(network, family, checkpoint)
     if isinstance(checkpoint, Checkpoint) and network.quantization is not None:
         checkpoint = QuantizedCheckpoint(checkpoint, formats_of(network.quantization, _modules(listed)))
         checkpoint.check_embedding(embedding_of(listed).name)
-    if is_tied if is_dummy else _lacks_head(checkpoint, listed, path, is_tied=is_tied):
+    head = head_of(listed).name
+    if network.tie_word_embeddings if is_dummy else _lacks_head(checkpoint, listed, path, network):
         listed = tied(listed)
     if quantization is not None:
         assert (communicator.size, checkpoint.formats) == (1, ()), "refused before"
@@ -102,22 +103,22 @@ def prepare_model(
     _keep_float32(model, device)
     choose_formats(model, checkpoint, dtype, storage_dtype, lambda element: operations.can_store(element, dtype))
     targets = [target for place in model.places for target in targets_of(model, place)]
-    check_weights(model, checkpoint, targets, "|".join(filter(None, (family.ignored, network.ignored))))
+    unused = check_weights(model, checkpoint, targets, "|".join(filter(None, (family.ignored, network.ignored))), head)
     num_bytes = working_bytes(checkpoint, targets)
     return UnloadedModel(
-        model, checkpoint, dtype, device, operations, reading_bytes=num_bytes, quantization=quantization
+        model, checkpoint, dtype, device, operations, unused, reading_bytes=num_bytes, quantization=quantization
     )
 
 
-def _with_checkpoint_names(
-    listed: OperationList, family: Family, checkpoint: Tensors, *, is_tied: bool
-) -> OperationList:
-    """Adapt the names of the weights in a list of operations to the names that this checkpoint uses. A model family may
-    have several naming schemes (renamings). The scheme that matches the most tensors of the checkpoint is chosen."""
-    named = (renamed(listed, renaming) for renaming in family.renamings)
+def _with_checkpoint_names(network: Network, family: Family, checkpoint: Tensors) -> OperationList:
+    """Return the operations of a model, with the names of the weights adapted to the names that this checkpoint uses. A
+    model family may have several naming schemes (renamings). The scheme that matches the most tensors of the checkpoint
+    is chosen."""
+    named = (renamed(network.operations, renaming) for renaming in family.renamings)
     best = max(named, key=lambda each: _num_stored(each, checkpoint))
     embedding, head = embedding_of(best), head_of(best)
-    if not is_tied or f"{embedding.name}.weight" in checkpoint.names or f"{head.name}.weight" not in checkpoint.names:
+    stored = {each.name for each in (embedding, head) if f"{each.name}.weight" in checkpoint.names}
+    if not network.tie_word_embeddings or stored != {head.name}:
         return best
     # `safetensors.torch.save_model` stores one tensor of a tied pair, which can be the head.
     return rewrite(best, {Table: lambda table: replace(table, name=head.name) if table == embedding else table})
@@ -134,14 +135,14 @@ def _num_stored(listed: OperationList, checkpoint: Tensors) -> int:
     return sum(not checkpoint.names.isdisjoint(checkpoint.stored_names(name)) for name in names)
 
 
-def _lacks_head(checkpoint: Tensors, listed: OperationList, path: Path, *, is_tied: bool) -> bool:
+def _lacks_head(checkpoint: Tensors, listed: OperationList, path: Path, network: Network) -> bool:
     """Return whether the checkpoint has no LM head, so that the model uses the embedding's weight (tied embeddings). As
     in transformers, an LM head in the checkpoint is used even if config.json ties it to the embedding. Raises
     CheckpointError if the LM head is missing and config.json does not tie it."""
     head = head_of(listed).name
     if not checkpoint.names.isdisjoint(checkpoint.stored_names(f"{head}.weight")):
         return False
-    if not is_tied:
+    if not network.tie_word_embeddings:
         raise CheckpointError(
             f"tensor {head}.weight is missing in {path}; if the head shares the embedding's weight, set "
             f"tie_word_embeddings to true in {CONFIG_FILE}"
@@ -213,6 +214,7 @@ class UnloadedModel:
     dtype: torch.dtype
     device: torch.device
     operations: Operations
+    unused: Mapping[str, Sequence[str]]  # the checkpoint's tensors that the model does not use, by part
     reading_bytes: int  # the most memory besides the model that reading a weight needs
     quantization: str | None = None  # the format to which weights are quantised while they load
 

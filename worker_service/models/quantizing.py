@@ -38,7 +38,7 @@ class QuantizingTensors(Tensors):
             transposed: names of the weights that the checkpoint stores as [inputs, outputs].
             head_dim: the number of rows that are read from `source` together is a multiple of this number.
         """
-        self.names = source.names
+        self.names, self.is_exact = source.names, source.is_exact
         self._source = source
         self._quantize = quantize
         self._bits = bits

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pagewire.kernels.weight import StoredFormat, StoredWeight
 from pagewire.network.checkpoint_files import CheckpointError
 from pagewire.network.operations import Part, Projection, Share, Table, Vector
+from pagewire.network.unused_tensors import is_apart, unused_parts
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.decoder import Decoder, Place
 from worker_service.models.linear import KeptProduct, Linear
@@ -72,23 +73,29 @@ def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) ->
         product.add_part(StoredWeight(codes, torch.zeros(num_missing, 1), in_size))
 
 
-def check_weights(model: nn.Module, checkpoint: Tensors, targets: Targets, ignored: str) -> None:
+def check_weights(
+    model: nn.Module, checkpoint: Tensors, targets: Targets, ignored: str, head: str
+) -> dict[str, list[str]]:
     """Check that the names and shapes of the checkpoint's tensors fit a model. The model's parameters need not be
-    allocated.
+    allocated. Return the tensors that the model does not use, as `unused_parts` does.
 
     `targets` lists all tensors to read and the parameters they fill. `ignored` is a regular expression for the names of
-    checkpoint tensors that are not weights. Raises CheckpointError if a tensor is missing, has a wrong shape, or has no
-    place in the model. Raises ValueError if a weight cannot be cut into this rank's part.
+    checkpoint tensors that are not weights. `head` is the name of the LM head, even if the model uses the embedding's
+    weight. Raises CheckpointError if a tensor is missing, has a wrong shape, or has no place in the model. Raises
+    ValueError if a weight cannot be cut into this rank's part.
     """
     known = frozenset().union(*(checkpoint.stored_names(name) for name, _ in targets))
-    unread = re.compile(rf"{ignored}|{_UNFOLLOWED_SCALES}")
-    unknown = sorted(name for name in checkpoint.names - known if not unread.search(name))
+    unread, owned = re.compile(rf"{ignored}|{_UNFOLLOWED_SCALES}"), known | {f"{head}.weight"}
+    parts = unused_parts(checkpoint.names - known, owned)
+    inside = {part for part, names in parts.items() if checkpoint.is_exact or not is_apart(part, names, owned)}
+    unknown = sorted(name for part in inside for name in parts[part] if not unread.search(name))
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise CheckpointError(f"tensor {unknown[0]}{more} in the checkpoint has no place in {type(model).__name__}")
     for name, pieces in targets:
         for piece in pieces:
             checkpoint.check(name, piece)
+    return parts
 
 
 def choose_formats(

@@ -11,9 +11,11 @@ from pagewire.common.process.memory_size import describe_memory
 from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.quantized import BITS, quantized_format
+from pagewire.network.checkpoint_files import ADAPTER_FILE
 from pagewire.network.network import Network
 from pagewire.network.rope import RopeConfig
 from pagewire.network.source import load_config, model_digest, weights_digest
+from pagewire.network.unused_tensors import describe_parts
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
 from worker_service.config import WorkerConfig
@@ -69,6 +71,8 @@ def load_worker(
     torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), num_usable_cpus()))
     path = Path(config.model)
     whole = load_config(path)
+    if config.tensor_parallel_rank == 0:
+        log_adapter(path)
     start = GrammarStart(path, whole.vocab_size)
     try:
         report = report or LoadProgress(lambda doing: None)
@@ -424,15 +428,28 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
 
 
 def log_formats(unloaded: UnloadedModel) -> None:
-    """Log how the model's quantised weights are stored, and their size in memory and in the checkpoint's files.
+    """Log how the model's quantised weights are stored, and their size in memory and in the checkpoint's files. The
+    first rank also logs which tensors of the checkpoint are not used.
 
-    A model without quantised weights logs nothing.
+    A model without quantised weights and unused tensors logs nothing.
     """
+    if unloaded.unused and unloaded.model.communicator.rank == 0:
+        logger.info("%s", describe_parts(unloaded.unused))
     description = unloaded.describe_quantization()
     if description is not None:
         held, stored = unloaded.footprint().held, unloaded.checkpoint.num_bytes()
         of_files = f", its files {describe_memory(stored)}" if stored else ""
         logger.info("%s; the model takes %s%s", description, describe_memory(held), of_files)
+
+
+def log_adapter(path: Path) -> None:
+    """Log a warning if there is an adapter beside the model in a checkpoint directory."""
+    if (path / ADAPTER_FILE).is_file():
+        logger.warning(
+            "%s: the adapter beside the model is not applied, but transformers applies it if peft is installed; to "
+            "use it, merge it into the model with merge_and_unload of peft",
+            ADAPTER_FILE,
+        )
 
 
 def log_long_rope(rope: RopeConfig | None, max_model_len: int) -> None:
