@@ -107,7 +107,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbedding:
-    """The embedding of a prompt: a vector of length 1, with the dimension of the model's hidden states."""
+    """The embedding of a prompt: a vector of length 1."""
 
     request_id: str
     values: tuple[float, ...]

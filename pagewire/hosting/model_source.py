@@ -32,6 +32,7 @@ from pagewire.network.checkpoint_files import (
     CheckpointError,
     weight_files,
 )
+from pagewire.network.pooling_config import read_pooling
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ SMALL_FILES = (
     "modules.json",
     "*_Pooling/config.json",
     "*.safetensors.index.json",
+    "*_Dense*/config.json",
+    "config_sentence_transformers.json",
     ADAPTER_FILE,
 )
 PICKLED = (".bin", ".pt", ".pth")
@@ -228,6 +231,15 @@ def _weight_files(path: Path, names: Iterable[str]) -> list[str]:
         raise ModelSourceError(str(error)) from None
 
 
+def _dense_files(snapshot: Path) -> list[str]:
+    """Return the names of the weight files of the dense layers that follow the pooling of an embedding model. Raise
+    ModelSourceError if the configuration of these layers is broken."""
+    try:
+        return [f"{module.folder}/{SINGLE_FILE}" for module in read_pooling(snapshot).dense]
+    except (OSError, ValueError) as error:
+        raise ModelSourceError(str(error)) from None
+
+
 def _is_whole(blob: Path) -> bool:
     """Check the content of a file in the Hugging Face cache. Return whether the content has the digest that is the
     file's name.
@@ -311,12 +323,12 @@ class _HubModel:
             return None
         if not self._with_weights:
             return snapshot
-        there = {path.name for path in snapshot.iterdir() if path.is_file()}
+        there = {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()}
         try:
-            weights = weight_files(snapshot, there)
+            weights = weight_files(snapshot, (name for name in there if "/" not in name))
         except CheckpointError:  # parts may be missing
             return None
-        return snapshot if weights and there.issuperset(weights) else None
+        return snapshot if weights and there.issuperset([*weights, *_dense_files(snapshot)]) else None
 
     def _remove_cut_files(self, snapshot: Path) -> bool:
         """Remove the files of a cached snapshot whose size differs from the size on the hub, so that they are
@@ -403,9 +415,10 @@ class _HubModel:
 
     def _download_weights(self, snapshot: Path, sizes: Mapping[str, int]) -> None:
         names = _weight_files(snapshot, (name for name in sizes if "/" not in name))
-        missing = [name for name in names if name not in sizes]
         if not names:
             raise ModelSourceError(f"the Hugging Face repository {self._name} has {_without_safetensors(sizes)}")
+        names += _dense_files(snapshot)
+        missing = [name for name in names if name not in sizes]
         if missing:
             raise ModelSourceError(
                 f"the Hugging Face repository {self._name} lacks {missing[0]}, which its index names: choose another "

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import struct
 from pathlib import Path
 
@@ -136,7 +137,12 @@ async def test_a_model_that_only_embeds_generates_nothing(
         (
             [*MODULES, {"path": "3_Dense", "type": "sentence_transformers.models.Dense"}],
             {"pooling_mode_lasttoken": True},
-            "has a module Dense, which is not supported",
+            "has the order Transformer, Pooling, Normalize, Dense, but Transformer, Pooling, Dense, Normalize is supp",
+        ),
+        (
+            [*MODULES, {"path": "3_LayerNorm", "type": "sentence_transformers.models.LayerNorm"}],
+            {"pooling_mode_lasttoken": True},
+            "has a module LayerNorm, which is not supported",
         ),
     ],
 )
@@ -149,6 +155,42 @@ async def test_a_pooling_that_is_not_computed_is_named_and_text_is_served(
     async with serve(path) as stack:
         await failure_of(stack.stub.Embed(embed_request(PROMPT)), grpc.StatusCode.INVALID_ARGUMENT, text)
         assert len((await stack.generate(request(PROMPT, max_tokens=3))).token_ids[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, None),
+        ({"activation_function": "torch.nn.modules.linear.Identity", "bias": False, "use_residual": False}, None),
+        (
+            {"activation_function": "torch.nn.modules.activation.Softplus"},
+            "activation_function is torch.nn.*Softplus, but",
+        ),
+        ({"activation_function": "mine.Tanh"}, "activation_function is mine.Tanh, but must be one of Identity, Tanh"),
+        ({"use_residual": True}, "use_residual is true, but must be false"),
+        (
+            {"module_input_name": "token_embeddings"},
+            'module_input_name is "token_embeddings", but must be "sentence_embed',
+        ),
+        ({"module_output_name": "x"}, 'module_output_name is "x", but must be "sentence_embedding"'),
+    ],
+)
+def test_settings_of_dense_modules_are_supported_or_named(
+    tmp_path: Path, settings: dict[str, object], text: str | None
+) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    dense = {"path": "2_Dense", "type": "sentence_transformers.base.modules.dense.Dense"}
+    write_pooling(path, [*MODULES[:2], dense], pooling_mode="mean")
+    (path / "2_Dense").mkdir()
+    (path / "2_Dense" / "config.json").write_text(json.dumps({"in_features": 2, "out_features": 3, **settings}))
+    info = read_model_info(str(path))
+    if text is None:
+        assert (info.embedding_size, info.embedding.refusal, len(info.embedding.dense)) == (3, "", 1)
+    else:
+        assert re.search(text, info.embedding.refusal)
+    (path / "2_Dense" / "config.json").write_text(json.dumps({"in_features": "2", "out_features": 3}))
+    with pytest.raises(ValueError, match=r"2_Dense/config.json must have the whole numbers in_features and out_feat"):
+        read_model_info(str(path))
 
 
 @pytest.mark.parametrize(

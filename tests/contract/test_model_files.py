@@ -42,9 +42,12 @@ def model(tmp_path: Path) -> Path:
     (path / "chat_template.jinja").write_text("{{ messages }}")
     (path / "additional_chat_templates").mkdir()
     (path / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
-    (path / "modules.json").write_text(json.dumps([{"type": "Pooling", "path": "1_Pooling"}]))
+    modules = [{"type": kind, "path": f"{index}_{kind}"} for index, kind in enumerate(("Pooling", "Dense"), start=1)]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "2_Dense").mkdir()
+    (path / "2_Dense" / "config.json").write_text(json.dumps({"in_features": 64, "out_features": 8}))
     (path / "1_Pooling").mkdir()
-    (path / "1_Pooling" / "config.json").write_text("{}")
+    (path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
     return path
 
 
@@ -68,7 +71,7 @@ def test_what_is_read_is_what_is_downloaded(model: Path, monkeypatch: pytest.Mon
     for is_worker in (True, False):
         start(model, is_worker=is_worker)
     names = {str(path.relative_to(model)) for path in read if path.is_relative_to(model)}
-    assert "1_Pooling/config.json" in names
+    assert {"1_Pooling/config.json", "2_Dense/config.json"} <= names
     assert [name for name in names if not any(fnmatch(name, known) for known in (*SMALL_FILES, "*.safetensors"))] == []
 
 
@@ -83,6 +86,7 @@ def test_what_is_read_is_what_is_downloaded(model: Path, monkeypatch: pytest.Mon
         ("additional_chat_templates/rag.jinja", False, True, _MAX_FILE_BYTES),
         ("modules.json", False, True, MAX_SETTINGS_BYTES),
         ("1_Pooling/config.json", False, True, MAX_SETTINGS_BYTES),
+        ("2_Dense/config.json", False, True, MAX_SETTINGS_BYTES),
         ("model.safetensors.index.json", True, False, MAX_LISTING_BYTES),
         ("model-00001-of-", True, False, None),
     ],

@@ -32,6 +32,14 @@ TEMPLATES = {
     "additional_chat_templates/tool_use.jinja": b"t",
     "additional_chat_templates/rag.jinja": b"r",
 }
+KINDS = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
+EMBEDDER = {
+    "modules.json": json.dumps([{"path": folder, "type": kind} for folder, kind in KINDS.items()]).encode(),
+    "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
+    "2_Dense/config.json": b'{"in_features": 64, "out_features": 8}',
+    "2_Dense/model.safetensors": b"d",
+    "config_sentence_transformers.json": b"{}",
+}
 REPOSITORIES = {
     "org/whole": Repository({**SMALL, **OTHER_FORMATS, "model.safetensors": WEIGHTS}),
     "org/split": Repository(
@@ -55,6 +63,7 @@ REPOSITORIES = {
     ),
     "org/gptq": Repository({**SMALL, "gptq_model-4bit-128g.safetensors": WEIGHTS, "old/model.safetensors": b"o"}),
     "org/adapter": Repository({"adapter_config.json": b"{}", "adapter_model.safetensors": b"a"}),
+    "org/embedder": Repository({**SMALL, **EMBEDDER, "model.safetensors": WEIGHTS, "9_Dense/model.safetensors": b"9"}),
     "org/gated": Repository({**SMALL, "model.safetensors": WEIGHTS}, gated=True),
 }  # fmt: skip
 PROGRAM = """
@@ -119,6 +128,15 @@ def test_only_the_files_that_are_read_are_downloaded_and_only_once(served: tuple
     offline = run(locating("org/whole"), environ(tmp_path / "hf", url, HF_HUB_OFFLINE="1"), tmp_path)
     assert offline.stdout == ended.stdout
     assert len(made.requests) == num_requests
+
+
+def test_the_modules_of_an_embedder_are_downloaded(served: tuple[Hub, str], tmp_path: Path) -> None:
+    made, url = served
+    for _ in range(2):
+        ended = run(locating("org/embedder"), environ(tmp_path / "hf", url), tmp_path)
+        assert (Path(ended.stdout.split()[0]) / "2_Dense" / "model.safetensors").read_bytes() == b"d"
+    assert "is in the local cache" in ended.stderr
+    assert sorted(made.downloaded) == sorted([*SMALL, *EMBEDDER, "model.safetensors"])
 
 
 def test_an_index_of_former_files_is_passed_over(served: tuple[Hub, str], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from worker_service.epoch_grammars import EpochGrammars
 from worker_service.host.computation import HostComputation
 from worker_service.models.communicator import SingleRank
 from worker_service.models.decoder import Decoder
+from worker_service.rows.pooling import Pooler
 from worker_service.rows.table import SequenceTable, TableLimits
 from worker_service.runner import ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels
@@ -31,7 +32,7 @@ def host_runner(
     gates_grammars: bool = False,
 ) -> ModelRunner:
     table = SequenceTable(limits, gates_grammars=gates_grammars)
-    computation = HostComputation(model, cache.layers, backend, table, load_cpu_kernels())
+    computation = HostComputation(model, cache.layers, backend, table, load_cpu_kernels(), Pooler())
     return ModelRunner(computation, cache, SingleRank(), splits_steps, grammars)
 
 
@@ -50,7 +51,7 @@ def device_runner(
 ) -> ModelRunner:
     table = SequenceTable(limits, gates_grammars=True)
     graphs = (max_graph_batch_size, max_graph_tokens)
-    computation = DeviceComputation(model, cache.layers, backend, sampler, table, device, *graphs)
+    computation = DeviceComputation(model, cache.layers, backend, sampler, table, device, Pooler(), *graphs)
     return ModelRunner(computation, cache, SingleRank(), splits_steps, grammars)
 
 

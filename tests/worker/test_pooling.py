@@ -1,7 +1,8 @@
 """Embeddings of a runner: they equal transformers' pooled hidden states, bit for bit for any chunks of the prompts."""
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,13 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from pagewire.common.gguf import GgufFile
 from pagewire.common.wire.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, WorkerProtocolError
-from pagewire.network.checkpoint_files import CheckpointError
+from pagewire.network.checkpoint_files import SINGLE_FILE, CheckpointError
+from pagewire.network.pooling_config import read_gguf_pooling
 from scheduler_service.serving.checkpoint.model_info import read_model_info
-from scheduler_service.serving.checkpoint.pooling_config import read_gguf_pooling
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.plans import Row, plan_steps
@@ -144,6 +146,88 @@ def test_tokens_of_bidirectional_models_attend_to_later_tokens(tmp_path: Path, f
         embed(worker, rows[6:7], 60)
     info = read_model_info(str(path))
     assert info.only_embeds
+
+
+def write_dense(path: Path, folder: str, in_size: int, out_size: int, activation: str, *, bias: bool) -> nn.Module:
+    """Add a Dense module to a checkpoint's folder as sentence-transformers does. Return the module."""
+    torch.manual_seed(in_size + out_size)
+    linear = nn.Linear(in_size, out_size, bias=bias)
+    (path / folder).mkdir()
+    save_file({f"linear.{name}": value.data for name, value in linear.named_parameters()}, path / folder / SINGLE_FILE)
+    config = {"in_features": in_size, "out_features": out_size, "bias": bias, "activation_function": activation}
+    (path / folder / "config.json").write_text(json.dumps(config))
+    return nn.Sequential(linear, getattr(nn, activation.rpartition(".")[2])())
+
+
+def write_modules(path: Path, kinds: dict[str, str]) -> None:
+    """Write a modules.json from the kinds of modules by their folders, with the mean as the pooling."""
+    modules = [{"path": folder, "type": f"sentence_transformers.models.{kind}"} for folder, kind in kinds.items()]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir(exist_ok=True)
+    (path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+
+
+KINDS = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Dense": "Dense", "4_Normalize": "Normalize"}
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        "torch.nn.modules.linear.Identity",
+        *(f"torch.nn.modules.activation.{name}" for name in ("Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")),
+    ],
+)
+def test_dense_modules_follow_the_pooling(checkpoints: dict[str, Path], tmp_path: Path, activation: str) -> None:
+    path = shutil.copytree(checkpoints["qwen3"], tmp_path / "model")
+    write_modules(path, KINDS)
+    size = json.loads((path / "config.json").read_text())["hidden_size"]
+    first = write_dense(path, "2_Dense", size, 100, activation, bias=True)
+    second = write_dense(path, "3_Dense", 100, 24, "torch.nn.modules.linear.Identity", bias=False)
+    worker, model = load(path, dtype="float32"), transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
+    rows = [(prompt, Pooling.MEAN) for prompt in random_prompts(24)]
+    together = embed(worker, rows, 64)
+    for (prompt, _), found in zip(rows, together, strict=True):
+        with torch.inference_mode():
+            pooled = model(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+            expected = torch.nn.functional.normalize(second(first(pooled)), dim=0)
+        assert np.frombuffer(found, "<f4") == pytest.approx(expected.numpy(), abs=1e-6)
+    assert [embed(worker, [row], 2048)[0] for row in rows] == together, "other bits alone"
+    assert read_model_info(str(path)).embedding_size == 24
+
+
+@pytest.mark.parametrize(
+    ("breaks", "text"),
+    [
+        (
+            lambda path: (path / "2_Dense" / SINGLE_FILE).rename(path / "2_Dense" / "pytorch_model.bin"),
+            "2_Dense holds nei.*pytorch_model.bin, are never loaded",
+        ),
+        (
+            lambda path: save_file({"linear.weight": torch.zeros(8, 64)}, path / "2_Dense" / SINGLE_FILE),
+            r"linear.weight .*\[8, 64\]",
+        ),
+        (
+            lambda path: save_file({"x": torch.zeros(8)}, path / "2_Dense" / SINGLE_FILE),
+            "2_Dense: the tensor x has no place",
+        ),
+        (lambda path: edit(path / "2_Dense", in_features=63), "in_features is 63, but must be 64, the size"),
+    ],
+)
+def test_dense_modules_that_do_not_fit_are_refused_by_name(
+    checkpoints: dict[str, Path], tmp_path: Path, breaks: Callable[[Path], object], text: str
+) -> None:
+    path = shutil.copytree(checkpoints["qwen3"], tmp_path / "model")
+    write_modules(path, {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"})
+    write_dense(path, "2_Dense", 64, 9, "torch.nn.Tanh", bias=False)
+    breaks(path)
+    with pytest.raises(CheckpointError, match=text):
+        load(path)
+    assert load(path, load_format="dummy") if "in_features" not in text else True
+
+
+def edit(folder: Path, **settings: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
 
 
 def opening(sampling: SamplingParams, num_computed_tokens: int = 0) -> RowOpening:

@@ -67,6 +67,7 @@ class DeviceComputation:
         sampler: Sampler,
         table: SequenceTable,
         device: Device,
+        pooler: Pooler,
         max_graph_batch_size: int = 0,
         max_graph_tokens: int = 0,
     ) -> None:
@@ -91,7 +92,7 @@ class DeviceComputation:
         has_mixed_graphs = bool(sizes) and backend.is_mixed_capturable
         self._mixed_graphs = MixedGraphs(max_graph_tokens if has_mixed_graphs else 0, limits, device)
         self.num_graphs = 2 * len(sizes) + len(self._mixed_graphs.sizes)
-        self._pooler = Pooler()
+        self._pooler = pooler
         self._clock = StepTimer()
         device.synchronize()  # tensors that were created on another stream are then visible to all streams
 
@@ -152,7 +153,7 @@ class DeviceComputation:
     def _work(self, rows: WorkingRows) -> "_Work":
         rows = choosing_rows(self.table, rows)
         sampling = self.table.sampling_of(rows)
-        return _Work(rows, sampling, self._model.network.hidden_size)
+        return _Work(rows, sampling, self._pooler.embedding_size(self._model.network.hidden_size))
 
     def _send(self, step: BegunStep, work: "_Work", edits: list[Edit]) -> Callable[[], LaunchedStep]:
         """Upload the inputs of a launch to the GPU, and apply the edits to the GPU's sequence table.
@@ -339,7 +340,7 @@ class _Work:
 
     rows: WorkingRows
     sampling: StepSampling
-    hidden_size: int
+    embedding_size: int
     upload: Upload = field(default_factory=Upload)
     upload_target: Tensor | None = None  # device memory for the upload; None: new memory
     packed: OnDevice = field(default_factory=OnDevice)  # the upload
@@ -353,7 +354,7 @@ class _Work:
     def num_values(self) -> int:
         """The number of int32 and float32 values that the host reads as the results of this launch."""
         num_pooled = sum(chunk.is_last for chunk in self.pooled)
-        num_others = sum(chunk.num_values for chunk in self.chunks) + self.hidden_size * num_pooled
+        num_others = sum(chunk.num_values for chunk in self.chunks) + self.embedding_size * num_pooled
         return self.sampling.num_values + num_others
 
     @property
@@ -394,7 +395,9 @@ class _StepInProgress:
         reading = ValueReader(self.work.values(self.buffer.array))
         samples = self.work.sampling.read(reading)
         prompt_logprobs = tuple(chunk.read(reading) for chunk in self.work.chunks)
-        samples = read_embeddings(samples, self.work.sampling.slots, self.work.pooled, reading, self.work.hidden_size)
+        samples = read_embeddings(
+            samples, self.work.sampling.slots, self.work.pooled, reading, self.work.embedding_size
+        )
         self.buffers.give_back(self.buffer)
         return self.step.result(samples, prompt_logprobs, duration_us, StepParts(model_us=duration_us))
 

@@ -44,6 +44,7 @@ class HostComputation:
         backend: AttentionBackend,
         table: SequenceTable,
         kernels: CpuKernels | None,
+        pooler: Pooler,
     ) -> None:
         """Create the computation. `layers` are the KV cache's tensors for each layer of the model.
 
@@ -55,7 +56,7 @@ class HostComputation:
         self._model = model
         self._layers = layers
         self._backend = backend
-        self._pooler = Pooler()
+        self._pooler = pooler
         self._history = TokenHistory(table.token_ids, table.num_prompt_tokens)
         self._sampler: CpuSampler | TorchSampler = TorchSampler()
         self._table_sampler: TableSampler | None = None
@@ -170,7 +171,8 @@ class HostComputation:
         self._pooler.keep(chunks, sums)
         if not embeddings:
             return samples
-        return read_embeddings(samples, rows.slots[rows.samples], chunks, ValueReader.of(embeddings), hidden.shape[1])
+        reading, slots = ValueReader.of(embeddings), rows.slots[rows.samples]
+        return read_embeddings(samples, slots, chunks, reading, len(embeddings[0]))
 
     def _sample(
         self, rows: WorkingRows, hidden: Tensor, logits: Tensor, highest: Tensor | None

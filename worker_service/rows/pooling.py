@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.common.wire.messages import Pooling, RowStatus
+from worker_service.models.dense import DenseLayer
 from worker_service.rows.reading import ValueReader
 from worker_service.rows.sampling import Samples
 from worker_service.rows.table import SequenceTable, WorkingRows
@@ -37,19 +38,26 @@ class PooledChunk:
 
 class Pooler:
     """A pooler that computes embeddings from final hidden states: the mean over a prompt, or the last token's state.
+    Dense layers may follow.
 
     If a mean takes several steps, the pooler keeps the running sum of the prompt, by slot (the index of the sequence in
     the worker's table). The first chunk of a prompt starts a new sum.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dense: Sequence[DenseLayer] = ()) -> None:
+        """Create a pooler. The layers in `dense` are applied to each pooled vector, one after the other."""
+        self._dense = dense
         self._sums: dict[int, Tensor] = {}
+
+    def embedding_size(self, hidden_size: int) -> int:
+        """Return the number of values of an embedding, for hidden states of the given size."""
+        return len(self._dense[-1].weight) if self._dense else hidden_size
 
     def pool(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Pool the hidden states of one step. Return (embeddings, sums).
 
-        `embeddings` has one tensor, [hidden_size] float32 of length 1, for each chunk that ends its prompt. `sums` are
-        the updated running sums by slot; pass them to `keep`. `hidden` [T, hidden_size] contains the final hidden
+        `embeddings` has one tensor, [embedding_size] float32 of length 1, for each chunk that ends its prompt. `sums`
+        are the updated running sums by slot; pass them to `keep`. `hidden` [T, hidden_size] contains the final hidden
         states. The call changes no state, so it can be repeated.
         """
         embeddings = []
@@ -62,8 +70,17 @@ class Pooler:
             else:
                 pooled = positions[-1].double()
             if chunk.is_last:
+                pooled = self._project(pooled, chunk)
                 embeddings.append((pooled / pooled.norm().clamp_min(_MIN_LENGTH)).float())
         return embeddings, sums
+
+    def _project(self, pooled: Tensor, chunk: PooledChunk) -> Tensor:
+        """Apply the dense layers, if there are any, to the last state or the sum of states of a prompt that ends."""
+        if self._dense and chunk.pooling is Pooling.MEAN:
+            pooled = pooled / (chunk.num_before + chunk.num)
+        for layer in self._dense:
+            pooled = layer.apply(pooled)
+        return pooled
 
     def keep(self, chunks: Sequence[PooledChunk], sums: dict[int, Tensor]) -> None:
         """Store the sums that `pool` returned. Discard the sums of prompts whose embedding is finished."""
@@ -124,7 +141,7 @@ def read_embeddings(
     slots: NDArray[np.int64],
     chunks: Sequence[PooledChunk],
     reading: ValueReader,
-    hidden_size: int,
+    embedding_size: int,
 ) -> Samples:
     """Read the embeddings that `Pooler.pool` returned and add them to a step's samples, in slot order.
 
@@ -137,7 +154,7 @@ def read_embeddings(
     embeddings = []
     for chunk in chunks:
         if chunk.is_last:
-            embedding = reading.floats(hidden_size)
+            embedding = reading.floats(embedding_size)
             is_good = bool(np.isfinite(embedding).all())
             statuses[chunk.slot] = RowStatus.OK if is_good else RowStatus.NAN_LOGITS
             if is_good:

@@ -31,9 +31,10 @@ from worker_service.epoch_grammars import EpochGrammars
 from worker_service.host import HostComputation, PackedCache, create_host_operations, host_model
 from worker_service.models.communicator import Communicator, RankGroup, SingleRank
 from worker_service.models.decoder import Decoder
+from worker_service.models.dense import DenseLayer, load_dense_layers
 from worker_service.models.loading import UnloadedModel, prepare_model
 from worker_service.models.torch_operations import Operations
-from worker_service.rows import SequenceTable, TableLimits
+from worker_service.rows import Pooler, SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels, quantized_folder
 from worker_service.startup.device_memory import (
@@ -90,7 +91,8 @@ def _load_worker(
     report.tell("preparing to load")
     communicator = _communicator(config, device)
     network = whole.of_rank(communicator.rank, communicator.size)
-    is_gpu, uses_onednn, block_size = device.type == "cuda", config.cpu_products == "onednn", config.choose_block_size()
+    is_gpu, is_dummy = device.type == "cuda", config.load_format == "dummy"
+    uses_onednn, block_size = config.cpu_products == "onednn", config.choose_block_size()
     kernels = None if is_gpu else load_cpu_kernels(report.tell)
     dtype = choose_dtype(config.dtype, network.dtype, device, None if uses_onednn else kernels)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
@@ -105,7 +107,7 @@ def _load_worker(
         dtype=dtype,
         device=device,
         operations=operations,
-        is_dummy=config.load_format == "dummy",
+        is_dummy=is_dummy,
         communicator=communicator,
         quantization=config.quantization,
         max_model_len=max_model_len,
@@ -140,6 +142,7 @@ def _load_worker(
         streams=CudaDevice(device) if is_gpu else None,
         kernels=kernels,
         digest=digest,
+        dense=load_dense_layers(Path(config.model), network.hidden_size, device, is_dummy=is_dummy),
     )
     return _build_worker(assembly, worker_id, sizes, start, report)
 
@@ -296,6 +299,7 @@ class _RunnerParts:
     streams: CudaDevice | None  # set on a GPU
     kernels: CpuKernels | None
     digest: bytes  # of the model
+    dense: tuple[DenseLayer, ...]
     grammars: EpochGrammars | None = None  # set before the final runner is built
 
     def runner(
@@ -323,12 +327,13 @@ class _RunnerParts:
             is_bidirectional=self.network.is_bidirectional,
         )
         table = SequenceTable(limits, gates_grammars=self.streams is not None)
+        pooler = Pooler(self.dense)
         if self.streams is None:
             model = host_model(self.model, self.backend)
-            return HostComputation(model, cache.layers, self.backend, table, self.kernels)
+            return HostComputation(model, cache.layers, self.backend, table, self.kernels, pooler)
         graphs = (self.config.max_graph_batch_size, self.config.max_graph_tokens)
         sampler = create_sampler(limits.vocab_size)
-        return DeviceComputation(self.model, cache.layers, self.backend, sampler, table, self.streams, *graphs)
+        return DeviceComputation(self.model, cache.layers, self.backend, sampler, table, self.streams, pooler, *graphs)
 
     def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float, grammar_version: str) -> WorkerCapacity:
         """Return the capacity that the worker reports to the scheduler, such as its limits and block counts."""

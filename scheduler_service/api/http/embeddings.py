@@ -45,7 +45,7 @@ async def encoded_embeddings(
     names = RequestNames("messages" if request.input is None else "input", embed="model")
     with names.translate_refusals():
         requests = await intake.turns.run_in_turn(tenant, size, _read, request, given, answer_id, call, intake.model)
-    num_numbers = min(request.dimensions or intake.model.hidden_size, intake.model.hidden_size)
+    num_numbers = min(request.dimensions or intake.model.embedding_size, intake.model.embedding_size)
     size = num_numbers * _SHOWN_BYTES[request.encoding_format or "float"]
     asked = DecodedCall(requests, answer_id, names, embedding_bytes=size)
     async with begin_requests(asked, call, intake, is_streamed=False) as begun:

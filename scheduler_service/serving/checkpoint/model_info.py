@@ -22,13 +22,13 @@ from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_diges
 from pagewire.common.wire.messages import SamplingParams
 from pagewire.network.families import only_embeds, text_settings
 from pagewire.network.families.reading import HIDDEN_SIZE, MAX_SIZE
+from pagewire.network.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
 from scheduler_service.serving.checkpoint.chat_template import (
     ChatTemplate,
     chat_template_of,
     given_chat_template,
     read_chat_template,
 )
-from scheduler_service.serving.checkpoint.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
 from scheduler_service.serving.checkpoint.sampling_defaults import ignored_settings, sampling_defaults
 
 # Tokenizer files that other tools read if there is no tokenizer.json.
@@ -59,7 +59,7 @@ class ModelInfo:
     has_standard_tokenizer_files: bool  # routers that read its files find the same tokenizer and template
     embedding: PoolingChoice  # how embeddings are pooled
     tokenizer_class: str = ""  # the class of transformers, from the tokenizer's files
-    hidden_size: int = 0  # the length of an embedding; 0: not in the configuration
+    embedding_size: int = 0  # numbers of an embedding; 0: not in the configuration
     only_embeds: bool = False  # the model makes embeddings, but generates no text
 
     @property
@@ -196,6 +196,7 @@ def _model_info(
     is_embedder = only_embeds(config)
     config, length_key = text_settings(config)
     vocab_size = _positive(config, "vocab_size", config_path)
+    size = next((config[key] for key in HIDDEN_SIZE if is_whole(config.get(key))), 0)
     # The end tokens are in generation_config.json, or else in config.json. The tokenizer's end token is added to them.
     names_ends = generation.get("eos_token_id") is not None
     named, file = (generation, generation_path) if names_ends else (config, config_path)
@@ -224,7 +225,7 @@ def _model_info(
         if tokenizer
         else "",
         only_embeds=is_embedder,
-        hidden_size=next((config[key] for key in HIDDEN_SIZE if is_whole(config.get(key))), 0),
+        embedding_size=embedding.dense[-1].out_size if embedding.dense else size,
     )
 
 

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 from pagewire.common.chat.chat_output import ChatRules
 from pagewire.common.wire.messages import Pooling, SamplingParams
+from pagewire.network.pooling_config import PoolingChoice
 from scheduler_service.api.authentication import Authenticator
 from scheduler_service.api.grpc.report import encode_server
 from scheduler_service.api.grpc.request_servicer import FrontEndServicer, RequestServicer
@@ -19,7 +20,6 @@ from scheduler_service.links.scheduler.scheduler_link import SchedulerLink
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.availability import Availability
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
-from scheduler_service.serving.checkpoint.pooling_config import PoolingChoice
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammar_checks import GrammarChecks
 from scheduler_service.serving.observer import Observer

@@ -54,7 +54,7 @@ async def show_model(request: OllamaShowRequest, admission: CallAdmission, intak
         "general.architecture": model.model_type,
         "general.basename": model.name,
         f"{family}.context_length": longest_sequence(intake),
-        f"{family}.embedding_length": model.hidden_size,
+        f"{family}.embedding_length": model.embedding_size,
         f"{family}.vocab_size": model.vocab_size,
     }
     if model.chat_template is not None:
