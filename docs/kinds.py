@@ -5,11 +5,11 @@ published (August 2026). Kinds without a rank follow in no order. A kind is supp
 test compares this with the published config.json of the example.
 """
 
-import csv
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from pagewire.network.families import BY_ARCHITECTURE
 
 FILE = Path(__file__).with_name("kinds.tsv")
 _MULTIMODAL = "ForConditionalGeneration"
@@ -32,13 +32,14 @@ class Kind:
         return "text only" if self.architectures[0].endswith(_MULTIMODAL) else "yes"
 
 
-def _read() -> Iterator[Kind]:
-    with FILE.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file, dialect="excel-tab"):
-            yield Kind(row["rank"], row["models"], row["example"], tuple(row["architectures"].split(", ")), row["missing"])
+def _read() -> tuple[Kind, ...]:
+    _, *rows = (line.split("\t") for line in FILE.read_text(encoding="utf-8").splitlines())
+    return tuple(
+        Kind(rank, models, example, tuple(named.split(", ")), gap) for rank, models, example, named, gap in rows
+    )
 
 
-KINDS = tuple(_read())
+KINDS = _read()
 
 
 def ranking_table() -> str:
@@ -48,10 +49,13 @@ def ranking_table() -> str:
 
 
 def architectures_table() -> str:
-    """Return a table with the supported architectures in alphabetical order, and the names of their models."""
+    """Return a table of the supported architectures in alphabetical order, with the names of their models."""
     models = defaultdict(list)
     for kind in KINDS:
         for architecture in () if kind.missing else kind.architectures:
             models[architecture].append(kind.models)
-    rows = [f"| `{name}` | {', '.join(models[name])} |" for name in sorted(models, key=str.lower)]
+    rows = [
+        f"| `{name}` | {', '.join(models[name])} |"
+        for name in sorted(BY_ARCHITECTURE, key=lambda name: (name.lower(), name))
+    ]
     return "\n".join(["| architecture in `config.json` | models |", "|---|---|", *rows])

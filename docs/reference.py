@@ -1,4 +1,4 @@
-"""Writes the generated pages and parts of pages: metrics, APIs, weight formats, other engines' options.
+"""Writes the generated pages and parts of pages: metrics, APIs, models, weight formats, other engines' options.
 
 It also writes code that repeats other code for type checkers. Run `make docs` or `python -m docs.reference`. A test
 checks that the pages are up to date.
@@ -13,6 +13,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -28,12 +29,14 @@ from msgspec import Struct
 from prometheus_client.metrics_core import Metric
 
 from bench.gpu.results_page import tables
+from docs.kinds import architectures_table, ranking_table
 from pagewire.common.gguf import SUPPORTED_TYPES
 from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.common.wire.transport.tls import Life
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
 from pagewire.kernels.quantized import BITS
 from pagewire.network.checkpoint_files import ELEMENT_BYTES
+from pagewire.network.families import BY_ARCHITECTURE
 from pagewire.network.families.reading import DTYPES
 from pagewire.network.quantization import METHODS
 from pagewire.network.weight_formats import WeightFormat
@@ -203,7 +206,16 @@ def migrating_page() -> str:
 
 
 def models_page() -> str:
-    return with_part((FOLDER / "models.md").read_text(encoding="utf-8"), "weights", _formats_table())
+    text = (FOLDER / "models.md").read_text(encoding="utf-8")
+    parts = {"kinds of models": ranking_table(), "architectures": architectures_table(), "weights": _formats_table()}
+    for name, part in parts.items():
+        text = with_part(text, name, part)
+    return text
+
+
+def counting_page(path: Path) -> str:
+    """Return a page with the current number of supported architectures."""
+    return re.sub(r"\d+(?= architectures\])", str(len(BY_ARCHITECTURE)), path.read_text(encoding="utf-8"))
 
 
 def gpu_page() -> str:
@@ -465,6 +477,8 @@ PAGES = {
     "models.md": models_page,
     "gpu.md": gpu_page,
     "http_api.md": http_page,
+    "choosing.md": partial(counting_page, FOLDER / "choosing.md"),
+    "../README.md": partial(counting_page, ROOT / "README.md"),
     "../ARCHITECTURE.md": architecture_page,
     f"../{SAMPLING}": sampling_module,
 }

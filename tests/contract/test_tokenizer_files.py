@@ -14,6 +14,7 @@ import transformers
 from tokenizers import Tokenizer
 from transformers.models.auto import tokenization_auto
 
+from docs.kinds import KINDS
 from pagewire.common.chat.chat_template import render
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, classes, settings
 from pagewire.network.checkpoint_files import CheckpointError, model_digest
@@ -21,6 +22,7 @@ from scheduler_service.api.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer
 from testing.checkpoints.families import FAMILIES
+from testing.checkpoints.published import published
 from tests.contract.tokenizer_files_shapes import Files, byte_level, drawn_files, sentencepiece, unigram, vocabulary
 
 NUM_SHAPES = 120
@@ -184,6 +186,24 @@ def test_files_saved_by_transformers_are_used_unchanged(tmp_path: Path, name: st
     assert_same(files, made(files), transformers.AutoTokenizer.from_pretrained(tmp_path))
     # Only the class CodeLlamaTokenizer uses its own bos_token.
     assert (files.changes is None) == (name != "CodeLlamaTokenizer")
+
+
+# Supported repositories with different pairs of a model type and a tokenizer class.
+SUPPORTED = {kind.example for kind in KINDS if not kind.missing}
+WITH_CLASS = {
+    (each.config["model_type"], each.tokenizer_class): name for name, each in published().items() if name in SUPPORTED
+}
+
+
+@pytest.mark.parametrize("name", WITH_CLASS.values())
+def test_the_tokenizer_class_of_a_repository_is_read_as_by_transformers(tmp_path: Path, name: str) -> None:
+    given = published()[name]
+    tokenizer = byte_level() if given.vocabulary == "bytes" else sentencepiece()
+    named = {"tokenizer_class": given.tokenizer_class} if given.tokenizer_class else {}
+    folder = write(tmp_path, {"tokenizer.json": tokenizer, "config.json": given.config, "tokenizer_config.json": named})
+    assert_same(
+        read(folder), load_tokenizer(folder / "tokenizer.json"), transformers.AutoTokenizer.from_pretrained(folder)
+    )
 
 
 def test_the_classes_are_those_of_transformers() -> None:
