@@ -28,10 +28,14 @@ class Published:
         return _merge(self.config, self.reduced)
 
     @property
+    def is_bidirectional(self) -> bool:
+        """Whether tokens attend to later tokens, too. Such a model makes embeddings."""
+        return self.config.get("is_causal") is False or self.config.get("use_bidirectional_attention") is True
+
+    @property
     def is_generator(self) -> bool:
-        """Whether the model generates text: it has a causal attention mask and an LM head."""
-        is_causal = self.config.get("is_causal", True) and not self.config.get("use_bidirectional_attention")
-        return is_causal and not self.config["architectures"][0].endswith("ForSequenceClassification")
+        """Whether the model generates text: its attention is causal, and its head yields logits of tokens."""
+        return not self.is_bidirectional and not self.config["architectures"][0].endswith("Classification")
 
 
 @cache

@@ -23,13 +23,15 @@ CHUNKS = (33, 7, *[1] * (NUM_TOKENS - 1))
 NOT_YET = sorted({kind.example for kind in KINDS if kind.missing} & published().keys())
 SERVED = sorted(published().keys() - set(NOT_YET))
 GENERATORS = [name for name in SERVED if published()[name].is_generator]
+EMBEDDERS = [name for name in SERVED if published()[name].is_bidirectional]
 # The cases of `make test`: files whose keys differ in various ways from the keys that transformers 5 writes.
 QUICK = (
     *("Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen2.5-VL-3B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
     *("openai/gpt-oss-20b", "google/gemma-3-4b-it", "microsoft/Phi-4-mini-instruct", "MiniMaxAI/MiniMax-M2"),
     *("LGAI-EXAONE/EXAONE-4.0-32B", "CohereLabs/c4ai-command-r7b-12-2024", "mosaicml/mpt-7b"),
 )
-# The published lists of its LongRoPE factors have 64 values; the file here has the first 8.
+# The published lists of LongRoPE factors have 64 values; the file here has the first 8. The smaller model has the short
+# factors as long factors, too, because transformers applies them to all lengths.
 WITH_CUT_LISTS = ("microsoft/Phi-3.5-MoE-instruct",)
 
 
@@ -68,6 +70,18 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path, monkeypatch: pytest.Mo
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_bidirectional_models_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    use_kernels(monkeypatch, "require")
+    theirs = write_checkpoint(tmp_path, published()[name])
+    prompt = torch.randint(0, 151, (PROMPT_LENGTH,), generator=torch.Generator().manual_seed(33))
+    with torch.inference_mode():
+        expected = theirs(prompt[None]).logits[0]
+    actual = compute_logits(load(tmp_path), prompt, (PROMPT_LENGTH,))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+
+
 def test_published_sizes_are_read() -> None:
     """Quantization, positions and lists with a value per layer fit the published sizes."""
     for name in SERVED:
@@ -100,5 +114,5 @@ def test_only_sizes_are_reduced() -> None:
             assert is_shorter or is_smaller or (key, part) == ("quantization_config", None), (name, key)
 
 
-def test_quick_cases_are_supported() -> None:
+def test_quick_cases_generate_text() -> None:
     assert set(QUICK) <= set(GENERATORS)
