@@ -11,6 +11,7 @@ import pytest
 from pagewire import installation, options
 from pagewire.common import strict_json
 from pagewire.common.chat import template_sandbox
+from pagewire.common.chat.chat_output import chat_format
 from pagewire.common.chat.schema_budget import MAX_CHARS, MAX_VALUES
 from pagewire.common.gguf import ARCHITECTURES, SUPPORTED_TYPES, model_file
 from pagewire.common.gguf.tokenizer_files import classes
@@ -154,6 +155,13 @@ def test_lists_of_formats_are_the_codes() -> None:
     assert set(types) == {element_type.name for element_type in SUPPORTED_TYPES.values()}
     methods = page[page.index("| `quant_method` |") : page.index("For every architecture above")]
     assert set(re.findall(r"^\| `([\w-]+)` \|", methods, re.MULTILINE)) - {"quant_method"} == set(METHODS)
+
+
+def test_the_families_of_tool_calls_are_all_named() -> None:
+    [named] = re.findall(r"selects the parsers \((.*?)\)", read(Path("docs/openai.md")), re.DOTALL)
+    for parsers, *_ in chat_format._CALLS:
+        families = ["gpt" if name == "openai" else re.split(r"\d|_", name)[0] for name in parsers]
+        assert any(family in named.lower() for family in families), parsers
 
 
 def first_column(page: str, title: str) -> list[str]:
