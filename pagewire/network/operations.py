@@ -76,6 +76,7 @@ class Vector:
     row_size: int = 0
     # For each value of a head, its index in the checkpoint's head; empty: the same order.
     head_order: tuple[int, ...] = ()
+    parts: tuple[str, ...] = ()  # the checkpoint stores each value as a tensor of its own, `name`.part
 
     @property
     def num_elements(self) -> int:
@@ -285,6 +286,10 @@ class Activate:
 
     The function `clamped_swiglu` (gpt-oss, OpenAI, 2025, https://arxiv.org/abs/2508.10925) is gated: (up + 1) * gate *
     sigmoid(alpha * gate). The gate is first clamped to at most `limit`, and `up` to the range from -limit to limit.
+
+    The function `xielu` (Huang and Schlag, 2024, https://arxiv.org/abs/2411.13010) is not gated. Its `parameters` are
+    alpha_p, alpha_n, beta and eps. It is softplus(alpha_p) * x^2 + beta * x for positive x. For other x, it is (beta +
+    softplus(alpha_n)) * (exp(min(x, eps)) - 1 - x) + beta * x.
     """
 
     input: str
@@ -294,6 +299,7 @@ class Activate:
     num_parts: int = 1
     alpha: float = 1.0
     limit: float = 0.0
+    parameters: Vector | None = None
 
 
 @dataclass(frozen=True, slots=True)

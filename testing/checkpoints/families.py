@@ -46,6 +46,7 @@ FAMILIES = (
     "phimoe",
     "hunyuan_v1_dense",
     "ernie4_5_moe",
+    "apertus",
 )
 
 DECODER = {
@@ -163,6 +164,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{**PLAIN_HEADS, "num_hidden_layers": 3, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32},
         **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
     },
+    "apertus": DECODER,
     "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mpt": {
         **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},

@@ -179,6 +179,31 @@ def test_gates_are_clamped(cpu_kernels, num_parts):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+def test_xielu_is_exact_near_zero(cpu_kernels):
+    generator = torch.Generator().manual_seed(9)
+    sizes = 10 ** torch.empty(2, 37).uniform_(-7, 2, generator=generator)
+    table = sizes * torch.empty(2, 37).uniform_(-1, 1, generator=generator).sign()
+    table[0, :3] = torch.tensor([torch.nan, torch.inf, 0.0])
+    parameters = torch.tensor([0.3, -0.4, 0.5, -1e-6])
+    alpha_p, alpha_n, beta, eps = parameters.double()
+    x, one = table.double(), torch.ones((), dtype=torch.float64)
+    below = (beta + (one + alpha_n.exp()).log()) * (x.clamp(max=eps).expm1() - x)
+    expected = torch.where(x > 0, (one + alpha_p.exp()).log() * x * x, below) + beta * x
+
+    def kernel(parameters):
+        activate = Activate("x", "activated", "xielu", parameters=parameters)
+        head = LmHead("activated", cpu_kernels.pack_linear(StoredWeight(torch.eye(37))))
+        return DecoderKernel(cpu_kernels, [Embed("x", table), activate, head])
+
+    rows = PagedRows.of([0, 2], [2], torch.tensor([[1]]), torch.arange(2))
+    caches = [(torch.zeros(2, 16, 1, 4),) * 2]
+    step = torch.arange(2), torch.arange(2), torch.empty(0, dtype=torch.int64), rows, [Scoring(1.0)], caches
+    actual = kernel(parameters).forward(*step)[0]
+    torch.testing.assert_close(actual, expected.float(), rtol=1e-6, atol=1e-12, equal_nan=True)
+    with pytest.raises(ValueError, match="xielu needs four parameters and no gate"):
+        kernel(None)
+
+
 @pytest.mark.parametrize("num_tokens", [3, 13])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_what_fits_is_computed(cpu_kernels, is_tied, num_tokens):

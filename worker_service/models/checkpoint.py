@@ -144,13 +144,13 @@ class Checkpoint(Tensors):
 
     def check(self, name: str, piece: Piece) -> None:
         """Raise CheckpointError unless the checkpoint has a float tensor with this name and with the shape that `piece`
-        expects."""
+        expects. A single value may have no dimension."""
         expected = list(piece.shape or piece.target.shape)
         described = self.described(name)
         if name not in self.names:
             raise CheckpointError(f"tensor {described} is missing in {self.path}; expected shape {expected}")
         header = self.header(name)
-        if list(header.shape) != expected:
+        if list(header.shape) != expected and (header.shape, expected) != ((), [1]):
             shapes = f"shape {list(header.shape)}, expected {expected}"
             raise CheckpointError(f"tensor {described} in {header.file} has {shapes} from {CONFIG_FILE}")
         if header.dtype not in FLOAT_BYTES:

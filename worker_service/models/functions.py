@@ -142,10 +142,17 @@ def _activate(operation: Any, step: Step) -> Tensor:
         gate, up = up.chunk(2, dim=-1)
         gate, up = gate.clamp(max=operation.limit), up.clamp(-operation.limit, operation.limit)
         return (up + 1) * (gate * (gate * operation.alpha).sigmoid())
+    if operation.function == "xielu":
+        return _xielu(up.float(), *operation.parameters).to(up.dtype)
     if not operation.is_gated:
         return _ACTIVATIONS[operation.function](up)
     gate, up = up.chunk(2, dim=-1)
     return _ACTIVATIONS[operation.function](gate) * up
+
+
+def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    below = (beta + F.softplus(alpha_n)) * (torch.expm1(torch.minimum(x, eps)) - x)
+    return torch.where(x > 0, F.softplus(alpha_p) * x * x, below) + beta * x
 
 
 def _route(operation: Any, step: Step) -> tuple[Tensor, Tensor]:

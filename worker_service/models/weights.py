@@ -157,6 +157,9 @@ def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]
     weight, holder = place.weight, place.holder
     if type(weight) is Vector and not weight.is_stored:
         model.get_parameter(place.name).data.fill_(1)
+    elif type(weight) is Vector and weight.parts:
+        for own, value in zip(weight.parts, model.get_parameter(place.name).data.split(1), strict=True):
+            yield f"{weight.name}.{own}", [Piece(value)]
     elif type(weight) is Vector:
         yield from _vector_targets(weight, model.get_parameter(place.name).data)
     elif type(weight) is Table:

@@ -91,7 +91,9 @@ typedef enum {
   OPERATION_QK_NORM_ROPE_STORE, OPERATION_ATTEND_PAGED, OPERATION_LM_HEAD, OPERATION_ALL_REDUCE, OPERATION_CLIP
 } operation_kind;
 
-typedef enum { FUNCTION_SILU, FUNCTION_GELU, FUNCTION_GELU_TANH, FUNCTION_RELU, FUNCTION_RELU2, FUNCTION_CLAMPED_SWIGLU } activation_function;
+typedef enum {
+  FUNCTION_SILU, FUNCTION_GELU, FUNCTION_GELU_TANH, FUNCTION_RELU, FUNCTION_RELU2, FUNCTION_CLAMPED_SWIGLU, FUNCTION_XIELU
+} activation_function;
 
 // An operation of a decoder; decoder_kernel.py fills in its members by name. Each kind uses some of the members.
 typedef struct {
@@ -113,9 +115,11 @@ typedef struct {
   int64_t is_gated;
   // ACTIVATE: for each part of the input, output = function(part), or if gated, function(first half) * second half.
   // CLAMPED_SWIGLU clips gates to at most `limit`, and ups to [-limit, limit]; its sigmoid is computed of gate * alpha.
+  // XIELU is not gated, and has float32 [4] parameters: alpha_p, alpha_n, beta and eps.
   int64_t num_parts;
   activation_function function;
   float alpha;
+  tensor parameters;
   // ROUTE_TOP_K: the input contains the logits of a router. `plan_decoder` copies part of the routing to
   // MULTIPLY_ROUTED and COMBINE_EXPERTS.
   expert_routing routing;

@@ -234,8 +234,42 @@ INLINE floats gated(const operation* o, floats gate, floats up) {
   return (up + splat(1.0f)) * (gate / (splat(1.0f) + exponential(-gate * splat(o->alpha))));
 }
 
+INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+// e^min(x, eps) - 1 - x for an eps near 0, without cancellation: a Taylor polynomial near 0.
+INLINE floats exponential_less_tangent(floats x, floats eps) {
+  const floats low = choose(x > eps, eps, x);
+  floats p = splat(1.0f / 40320.0f);
+  p = p * low + splat(1.0f / 5040.0f);
+  p = p * low + splat(1.0f / 720.0f);
+  p = p * low + splat(1.0f / 120.0f);
+  p = p * low + splat(1.0f / 24.0f);
+  p = p * low + splat(1.0f / 6.0f);
+  p = p * low + splat(0.5f);
+  return choose(low > splat(-0.5f), p * low * low + (low - x), exponential(low) - splat(1.0f) - x);
+}
+
+// xIELU (Huang and Schlag, 2024, https://arxiv.org/abs/2411.13010).
+static NOINLINE void xielu_token(const float* parameters, const float* input, float* output, int64_t size) {
+  const floats beta = splat(parameters[2]), eps = splat(parameters[3]);
+  const floats positive = splat(softplus(parameters[0])), negative = beta + splat(softplus(parameters[1]));
+  for (int64_t i = 0; i < size; i += LANES) {
+    float part[LANES] = {0};
+    const int64_t num = size - i < LANES ? size - i : LANES;
+    memcpy(part, input + i, sizeof(float) * (size_t)num);
+    const floats x = load_float(part);
+    const floats curved = choose(x > splat(0.0f), positive * x * x, negative * exponential_less_tangent(x, eps));
+    store_float(part, curved + beta * x);
+    memcpy(output + i, part, sizeof(float) * (size_t)num);
+  }
+}
+
 // input: [size], or [2 * size] if it contains gates and ups.
 static NOINLINE void activate_token(const operation* o, const float* input, float* output, int64_t size) {
+  if (o->function == FUNCTION_XIELU) {
+    xielu_token(o->parameters.values, input, output, size);
+    return;
+  }
   if (o->is_gated && o->function == FUNCTION_SILU) {
     silu_mul_token_float(input, input + size, output, size);
     return;

@@ -94,6 +94,9 @@ static int64_t plan_activation(decoder* m, const operation* o) {
   const int64_t width = read_buffer(m, o->input, 0) / (1 + o->is_gated);
   if (width % o->num_parts)
     refuse(m, "buffer %s does not have %lld parts of one width", m->names[o->input], LONG(o->num_parts));
+  check_row(m, "parameters", &o->parameters, 4);
+  if (o->function == FUNCTION_XIELU && (o->is_gated || !o->parameters.values))
+    refuse(m, "xielu needs four parameters and no gate");
   return width;
 }
 

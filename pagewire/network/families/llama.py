@@ -11,7 +11,9 @@ projection, and gates and ups as another. Phi-4-mini rotates a part of each head
 positions by LongRoPE. Arcee (2025, https://huggingface.co/arcee-ai/AFM-4.5B) has a plain MLP with squared ReLU
 (https://arxiv.org/abs/2109.08668). Dense Granite 4 (2025, https://huggingface.co/ibm-granite/granite-4.0-1b) has
 Granite 3's factors, and may have no positions. Dense Hunyuan V1 (Tencent, 2025,
-https://huggingface.co/tencent/Hunyuan-7B-Instruct) normalizes heads after it has rotated them.
+https://huggingface.co/tencent/Hunyuan-7B-Instruct) normalizes heads after it has rotated them. Apertus (Swiss AI
+Initiative, 2025, https://arxiv.org/abs/2509.14233) normalizes them before, and has a plain MLP with the activation
+xIELU.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +41,7 @@ from pagewire.network.families.reading import (
     unserved,
 )
 from pagewire.network.network import Network
-from pagewire.network.operations import Operation
+from pagewire.network.operations import Activate, Operation, Share, Vector
 
 
 def _read_llama(config: JsonObject, architecture: str) -> Network:
@@ -153,6 +155,22 @@ def _with_scaled_base(config: JsonObject) -> JsonObject:
     return {**config, "rope_scaling": None, "rope_parameters": {"rope_theta": theta}}
 
 
+def _read_apertus(config: JsonObject, architecture: str) -> Network:
+    for key, expected in (("qk_norm", True), ("post_norm", False), ("mlp_bias", False)):
+        expect(config, key, expected)
+    ropes = read_rope(config, default_theta=12_000_000.0)
+    text = TextConfig.read(config, architecture, ropes=ropes, default_eps=1e-5, activations=("xielu",))
+    norm, how = text.norm(), {**attention_biases(config), "qk_norm": "head"}
+
+    def layers(at: int, name: str) -> Iterator[Operation]:
+        norms, parts = (f"{name}.attention_layernorm", f"{name}.feedforward_layernorm"), _XIELU_PARAMETERS
+        parameters = Vector(f"{name}.mlp.act_fn", Share.of(len(parts)), is_float32=True, parts=parts)
+        mlp = text.mlp(activation=Activate("", "", text.activation, parameters=parameters))
+        yield from layer(norm, norms, text.attention(at, **how)(f"{name}.self_attn"), mlp(f"{name}.mlp", ("up_proj",)))
+
+    return text.model(norm, layers)
+
+
 LLAMA = Family(("LlamaForCausalLM",), _read_llama)
 GRANITE = Family(("GraniteForCausalLM",), _read_granite)
 GRANITE4 = Family(("GraniteMoeHybridForCausalLM",), _read_granite4)
@@ -162,6 +180,19 @@ SMOLLM3 = Family(
     ("SmolLM3ForCausalLM",), _read_smollm3, defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}
 )
 PHI3 = Family(("Phi3ForCausalLM",), _read_phi3)
+_XIELU_PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
+APERTUS = Family(
+    ("ApertusForCausalLM",),
+    _read_apertus,
+    default_rope={
+        "rope_type": "llama3",
+        "rope_theta": 12_000_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+)
 _HUNYUAN_NORMS = ((r"\.q_norm\.", ".query_layernorm."), (r"\.k_norm\.", ".key_layernorm."))
 HUNYUAN = Family(
     ("HunYuanDenseV1ForCausalLM",),
