@@ -208,12 +208,13 @@ class AsyncClient:
         prompt: str | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
+        prompt_name: str | None = None,
         **options: Unpack[QueueOptions],
     ) -> PromptEmbedding: ...
 
     @overload
     async def embed(
-        self, prompt: Sequence[str | Sequence[int]], **options: Unpack[QueueOptions]
+        self, prompt: Sequence[str | Sequence[int]], *, prompt_name: str | None = None, **options: Unpack[QueueOptions]
     ) -> list[PromptEmbedding]: ...
 
     async def embed(
@@ -221,19 +222,22 @@ class AsyncClient:
         prompt: str | Sequence[str | Sequence[int]] | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
+        prompt_name: str | None = None,
         **options: Unpack[QueueOptions],
     ) -> PromptEmbedding | list[PromptEmbedding]:
         """Return the embedding of a prompt, or of each prompt in a list.
 
         The prompt arguments are the same as for `complete`; the options are described in `QueueOptions`. The embedding
         is computed from the hidden states of the prompt's tokens, pooled as the checkpoint specifies, and normalized to
-        length 1.
+        length 1. `prompt_name` is the name of the checkpoint's prompt that precedes each text, such as "query". By
+        default, the checkpoint's default prompt precedes it, if there is one.
         """
         refuse_unknown("embed", options, QueueOptions)
+        require("prompt_name", prompt_name, isinstance(prompt_name, str | None), "a text, such as 'query'")
         requests = _requests(prompt, None, prompt_token_ids, options)
         several = requests if isinstance(requests, list) else [requests]
         for request in several:
-            request.embed = True
+            request.MergeFrom(pb.GenerateRequest(embed=True, prompt_name=prompt_name))
         completions = await RequestBatch(several, self._channels, self._attempts(options)).run()
         embeddings = [PromptEmbedding.of(completion) for completion in completions]
         return embeddings if isinstance(requests, list) else embeddings[0]

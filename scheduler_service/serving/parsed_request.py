@@ -7,6 +7,7 @@ open. The rules that do not depend on the model are in `pagewire/common/wire/sam
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pagewire.common.wire.messages import Pooling, SamplingParams
 from pagewire.common.wire.sampling_rules import (
@@ -27,6 +28,7 @@ from scheduler_service.serving.prompt_text import too_many_tokens
 from scheduler_service.serving.refusal import ContextOverflow, invalid
 from scheduler_service.serving.tenants.caller import Call
 
+TokenIds = TypeVar("TokenIds", bound=Sequence[int])
 MAX_REQUEST_ID_CHARS = 128
 MAX_ANSWER_BYTES = 16 << 20  # memory of one call's response, which is copied as a whole
 LOGPROB_BYTES = 80  # estimated memory of one log-probability in a response
@@ -199,6 +201,20 @@ def parse_request(
     if model.embedding.refusal:
         raise invalid("embed", model.embedding.refusal)
     return parsed
+
+
+def prompt_to_embed(prompt: str | TokenIds, name: str | None, model: ModelInfo) -> str | TokenIds:
+    """Return a text to embed, preceded by the checkpoint's prompt called `name`, or by its default prompt if `name` is
+    None. Return token ids without change. Raise RefusedError for an unknown name, or for a name with token ids."""
+    prompts = model.embedding_prompts
+    if not isinstance(prompt, str):
+        if name is not None:
+            raise invalid("prompt_name", "prompt_name applies to texts, but the input is token ids; leave it unset")
+        return prompt
+    if name is not None and name not in prompts.texts:
+        known = f"one of {', '.join(prompts.texts)}" if prompts.texts else "unset: the checkpoint has no prompts"
+        raise invalid("prompt_name", f"prompt_name is {name!r:.80}, but must be {known}")
+    return prompts.texts.get(prompts.default or "" if name is None else name, "") + prompt
 
 
 def _check_text(prompt: str | Sequence[int], model: ModelInfo) -> None:

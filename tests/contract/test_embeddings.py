@@ -224,6 +224,64 @@ def test_both_ways_to_write_a_pooling_are_read(tmp_path: Path, config: dict[str,
     assert read_model_info(str(path)).embedding.pooling is pooling
 
 
+PROMPTS = {"query": "once upon ", "document": "", "code": "a time: "}
+
+
+def write_prompts(path: Path, **settings: object) -> None:
+    (path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+
+
+async def test_named_prompts_precede_texts(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    write_prompts(path, prompts=PROMPTS, default_prompt_name="code", similarity_fn_name="cosine")
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    async with serve(path) as stack, AsyncClient(stack.url) as client:
+        for name, prompt in {**PROMPTS, None: PROMPTS["code"]}.items():
+            expected = numbers(tokenizer.encode(f"{prompt}there was").ids)
+            response = await stack.stub.Embed(embed_request("there was", prompt_name=name))
+            assert list(response.embedding) == expected
+            one, other = await client.embed(["there was", "a"], prompt_name=name)
+            assert list(one.values) == expected != list(other.values)
+        assert list((await client.embed(prompt_token_ids=PROMPT)).values) == numbers(PROMPT)
+        for refused, text in {
+            "poem": "prompt_name is 'poem', but must be one of query, document, code",
+            "": "prompt_name is '', but must be one of",
+        }.items():
+            message = embed_request("there was", prompt_name=refused)
+            error = await failure_of(stack.stub.Embed(message), grpc.StatusCode.INVALID_ARGUMENT, text)
+            assert details(error)[0].field_violations[0].field == "prompt_name"
+        with pytest.raises(InvalidRequest, match="applies to texts, but the input is token ids; leave it unset"):
+            await client.embed(prompt_token_ids=PROMPT, prompt_name="query")
+        with pytest.raises(TypeError, match="prompt_name"):
+            await client.embed("a", prompt_name=3)
+        message = request(PROMPT, max_tokens=3)
+        message.prompt_name = "query"
+        with pytest.raises(grpc.aio.AioRpcError, match="prompt_name applies to embeddings; leave it unset, or set em"):
+            await stack.generate(message)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"prompts": ["x"]}, r'config_sentence_transformers.json: prompts is \["x"\], but must be an object of texts'),
+        ({"prompts": {"query": 3}}, 'prompts is {"query": 3}, but'),
+        ({"prompts": PROMPTS, "default_prompt_name": "poem"}, 'default_prompt_name is "poem", but must be one of'),
+    ],
+)
+def test_broken_prompts_are_one_line(tmp_path: Path, settings: dict[str, object], text: str) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    write_prompts(path, **settings)
+    with pytest.raises(ValueError, match=text):
+        read_model_info(str(path))
+
+
+async def test_a_checkpoint_without_prompts_says_so(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        message = embed_request("there was", prompt_name="query")
+        text = "prompt_name is 'query', but must be unset: the checkpoint has no prompts"
+        await failure_of(stack.stub.Embed(message), grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
 # A router
 
 

@@ -8,7 +8,7 @@ from pagewire.common.wire.sampling_rules import ALL_TOKENS, LOGPROB_NUMBERS, UIN
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import EarlyStopping
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
-from scheduler_service.serving.parsed_request import ParsedRequest, parse_request
+from scheduler_service.serving.parsed_request import ParsedRequest, parse_request, prompt_to_embed
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -30,7 +30,11 @@ def read_request(
         raise invalid("sampling", "an embedding request has no sampling options; leave sampling unset")
     if text is None and token_ids is None:
         raise invalid("prompt", "the request has no prompt; set text or token_ids")
-    prompt = token_ids.ids if text is None else text
+    prompt, name = token_ids.ids if text is None else text, fields.pop("prompt_name", None)
+    if is_embedding:
+        prompt = prompt_to_embed(prompt, name, model)
+    elif name is not None:
+        raise invalid("prompt_name", "prompt_name applies to embeddings; leave it unset, or set embed")
     options = {} if sampling is None else _options(sampling)
     return parse_request(prompt, None if is_embedding else options, call, model, **fields)
 

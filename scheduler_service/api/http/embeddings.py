@@ -18,7 +18,7 @@ from scheduler_service.api.http.requests import MAX_INPUTS, EmbeddingRequest, Pr
 from scheduler_service.core.request import SequenceEnd
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.intake import Intake, embedding_end
-from scheduler_service.serving.parsed_request import ParsedRequest
+from scheduler_service.serving.parsed_request import ParsedRequest, prompt_to_embed
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -75,6 +75,10 @@ def _read(
     request: EmbeddingRequest, given: PromptField, answer_id: str, call: Call, model: ModelInfo
 ) -> list[ParsedRequest]:
     prompts, is_text = separate_prompts(given, "input", MAX_INPUTS), request.messages is None
+    if is_text:
+        prompts = [prompt_to_embed(prompt, request.prompt_name, model) for prompt in prompts]
+    elif request.prompt_name is not None:
+        raise invalid("prompt_name", "prompt_name applies to input, and the chat template renders messages; unset it")
     return [
         request_for_prompt(request, prompt, None, call, model, request_id=name, add_special_tokens=is_text)
         for prompt, name in zip(prompts, request_ids(answer_id, len(prompts)), strict=True)

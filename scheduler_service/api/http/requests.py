@@ -458,6 +458,9 @@ class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, 
         Annotated[int, Meta(ge=1), why("return this many leading numbers of each embedding, scaled to unit length")]
         | None
     ) = None
+    prompt_name: (
+        Annotated[str, why("the prompt of config_sentence_transformers.json that precedes each text")] | None
+    ) = None
     padding: Annotated[Literal["do_not_pad"], why("inputs are not padded")] | None = None
     embed_dtype: Annotated[Literal["float32"], why("embeddings consist of 32-bit floats")] | None = None
     endianness: Annotated[Literal["native", "little"], why("embeddings are little-endian")] | None = None

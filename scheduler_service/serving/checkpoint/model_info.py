@@ -2,7 +2,7 @@
 weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from scheduler_service.serving.checkpoint.chat_template import (
     given_chat_template,
     read_chat_template,
 )
+from scheduler_service.serving.checkpoint.embedding_prompts import EmbeddingPrompts, read_embedding_prompts
 from scheduler_service.serving.checkpoint.sampling_defaults import ignored_settings, sampling_defaults
 
 # Tokenizer files that other tools read if there is no tokenizer.json.
@@ -60,6 +61,7 @@ class ModelInfo:
     embedding: PoolingChoice  # how embeddings are pooled
     tokenizer_class: str = ""  # the class of transformers, from the tokenizer's files
     embedding_size: int = 0  # numbers of an embedding; 0: not in the configuration
+    embedding_prompts: EmbeddingPrompts = field(default_factory=EmbeddingPrompts)
     only_embeds: bool = False  # the model makes embeddings, but generates no text
 
     @property
@@ -144,7 +146,7 @@ def _read_directory(path: Path, given: ChatTemplate | None) -> tuple[ModelInfo, 
         digest=directory_digest(path, tokenizer),
         embedding=read_pooling(path),
     )
-    return info, tokenizer
+    return replace(info, embedding_prompts=read_embedding_prompts(path)), tokenizer
 
 
 def _name_of(directory: Path) -> str:

@@ -319,6 +319,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "input": PROMPT,
         "encoding_format": answered(lambda answer: type(answer["data"][0]["embedding"]), "base64", str),
         "dimensions": answered(lambda answer: len(answer["data"][0]["embedding"]), 1, 1),
+        "prompt_name": prompted("greeting", f"<end>hello {TEXT}"),
         "padding": Harmless("do_not_pad", "max_length"),
         "embed_dtype": Harmless("float32", "float16"),
         "endianness": Harmless("little", "big"),
@@ -515,6 +516,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ApiSer
     variables = "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}{{ reasoning_effort }}"
     (model / "chat_template.jinja").write_text(f"{CHAT_TEMPLATE}{variables}{{# <tool_call> #}}")
     write_pooling(model, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)
+    (model / "config_sentence_transformers.json").write_text('{"prompts": {"greeting": "hello "}}')
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     special = ("<end>", tokenizer.token_to_id("<end>"))
     tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[special])

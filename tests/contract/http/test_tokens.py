@@ -27,6 +27,7 @@ PROMPT = [5, 6, 7, 8]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
     write_pooling(path, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)
+    (path / "config_sentence_transformers.json").write_text('{"prompts": {"x": "x"}, "default_prompt_name": null}')
     return path
 
 
@@ -73,6 +74,18 @@ async def test_embeddings(server: HttpServer) -> None:
     assert len(texts.data) == 3
     one = (await server.post("/v1/embeddings", input="upon")).json()["data"][0]["embedding"]
     assert texts.data[1].embedding == pytest.approx(one)
+
+
+async def test_embeddings_of_texts_with_named_prompts(server: HttpServer) -> None:
+    """The checkpoint has the prompt x, and no default."""
+    plain = (await server.post("/v1/embeddings", input=["xonce upon a time", "upon"])).json()["data"]
+    named = (await server.post("/v1/embeddings", input=["once upon a time", "upon"], prompt_name="x")).json()["data"]
+    assert named[0] == plain[0]
+    assert named[1]["embedding"] != plain[1]["embedding"]
+    for asked in ({"input": "a", "prompt_name": "y"}, {"input": PROMPT, "prompt_name": "x"}):
+        assert (await server.refusal("/v1/embeddings", **asked))["param"] == "prompt_name"
+    refusal = await server.refusal("/v1/embeddings", messages=[QUESTION], prompt_name="x")
+    assert refusal["message"].startswith("prompt_name applies to input, and the chat template renders messages")
 
 
 async def test_embeddings_in_other_forms(server: HttpServer) -> None:
