@@ -326,7 +326,7 @@ def _formats_table() -> str:
         form = BLOCKS[element_type.name].format
         is_small = form.num_bytes(MEASURED, MEASURED) <= MAX_GROWTH * size
         on_cpu = "unchanged" if is_small else f"{4 if form.bits <= 4 else 8}-bit codes"
-        codes[f"{on_cpu} | {'8-bit codes' if form.has_table else on_cpu}"].append(element_type.name)
+        codes[f"{on_cpu} | {'8-bit codes' if form.table else on_cpu}"].append(element_type.name)
     quantizing = " | ".join("yes" if keep else "refused" for keep in keeps)
     return "\n".join(
         [

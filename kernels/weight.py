@@ -43,7 +43,8 @@ class StoredFormat:
     has_factors: bool = False  # scales and minima are integers of 8 bits with a factor for each 256 inputs
     has_power_scales: bool = False  # scales are powers of two
     rounds_inputs: bool = False  # inputs are to be rounded to 8 bits of the same kind
-    has_table: bool = False  # codes of 4 bits stand for 16 values of 8 bits, which GPU kernels store instead
+    # Codes of 4 bits stand for at most 16 values of 8 bits, which GPU kernels store instead. The name of these values.
+    table: str = ""
 
     def describe(self) -> str:
         """Return the name of the type of the weight's elements for log lines, such as "bfloat16" or "codes of 4
@@ -66,17 +67,18 @@ class StoredFormat:
         """Return the format of several weights that are concatenated along the outputs, such as Q, K and V. All formats
         must have the same element type."""
         (element,) = {each.element for each in formats}
+        table, *others = {each.table for each in formats}  # several tables have more than 16 values together
         return StoredFormat(
             element,
             math.gcd(*(each.group_size for each in formats)),
-            max(each.bits for each in formats),
+            8 if others else max(each.bits for each in formats),
             all(each.has_half_scales for each in formats),
             any(each.has_minima for each in formats),
             any(each.has_zeros for each in formats),
             all(each.has_factors for each in formats),
             all(each.has_power_scales for each in formats),
             all(each.rounds_inputs for each in formats),
-            any(each.has_table for each in formats),
+            "" if others else table,
         )
 
 

@@ -130,7 +130,7 @@ def num_bytes(format: StoredFormat, out_size: int, in_size: int) -> int:
     4 bits are assumed to stay at 4 bits. `join` may store them in 8 bits if other experts need 8 bits; the bound does
     not include this.
     """
-    bits, group_size = 4 if format.bits <= 4 and not format.has_table else 8, format.group_size
+    bits, group_size = 4 if format.bits <= 4 and not format.table else 8, format.group_size
     num_groups, depth = -(-in_size // group_size), _depth(group_size, in_size)
     of_codes = -(-in_size // (depth * 8 // bits)) * depth
     has_zeros = format.has_zeros or bits == 4  # shifting codes into 4 bits may add zeros

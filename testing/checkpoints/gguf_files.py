@@ -101,9 +101,19 @@ _READ_ONLY = {
     "Q6_K": (210, 256, 208, None),
     "IQ4_NL": (18, 32, 0, None),
     "IQ4_XS": (136, 256, 0, None),
+    "IQ3_S": (110, 256, 0, None),
+    "IQ3_XXS": (98, 256, 0, None),
+    "IQ2_S": (82, 256, 0, None),
+    "IQ2_XS": (74, 256, 0, None),
+    "IQ2_XXS": (66, 256, 0, None),
+    "IQ1_S": (50, 256, 0, None),
+    "IQ1_M": (56, 256, None, None),  # four bits of the scale in each of the last four 16-bit words
 }
 # The standard deviation of a weight of random bytes if the scale is 1; with minimums, they are in the middle.
-_SPREADS = {"Q2_K": 15, "Q3_K": 42, "Q4_K": 150, "Q5_K": 310, "Q6_K": 1332, "IQ4_NL": 67, "IQ4_XS": 1230}
+_SPREADS = {
+    **{"Q2_K": 15, "Q3_K": 42, "Q4_K": 150, "Q5_K": 310, "Q6_K": 1332, "IQ4_NL": 67, "IQ4_XS": 1230},
+    **{"IQ3_S": 139, "IQ3_XXS": 141, "IQ2_S": 56, "IQ2_XS": 56, "IQ2_XXS": 53, "IQ1_S": 7.3, "IQ1_M": 7.3},
+}
 _LARGEST = {"Q2_K": 3, "Q4_K": 15, "Q5_K": 31}  # codes of the types with minimums
 
 
@@ -261,7 +271,12 @@ def random_blocks(tensor: torch.Tensor, type_name: str) -> np.ndarray:
     rows, num_blocks = tensor.shape[:-1].numel(), tensor.shape[-1] // size
     blocks = rng.integers(0, 256, (rows, num_blocks, num_bytes), dtype=np.uint8)
     scale = tensor.float().std().item() / _SPREADS[type_name]
-    blocks[..., scale_place : scale_place + 2] = np.array([scale], np.float16).view(np.uint8)
+    half = np.array([scale], np.float16)
+    if scale_place is None:
+        words = blocks[..., -8:].view(np.uint16)
+        words[:] = words & 0x0FFF | (half.view(np.uint16) >> np.arange(0, 16, 4, dtype=np.uint16)) << 12
+    else:
+        blocks[..., scale_place : scale_place + 2] = half.view(np.uint8)
     if minimum_place is not None:
         # Place the minimums in the middle of the codes, so that weights have both signs.
         minimum = np.array([scale * _LARGEST[type_name] / 2], np.float16)

@@ -247,12 +247,12 @@ def test_what_a_file_leaves_out_is_as_in_llama_cpp(architecture: str, keys: Any,
 
 def test_a_type_that_is_not_supported_is_named(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen3")
-    writer.add_tensor("blk.0.x.weight", np.zeros((3, 110), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ3_S)
+    writer.add_tensor("blk.0.x.weight", np.zeros((3, 292), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_K)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    text = r"x\.gguf: tensor blk\.0\.x\.weight is of type IQ3_S, which is not supported; docs/models\.md lists"
+    text = r"x\.gguf: tensor blk\.0\.x\.weight is of type Q8_K, which is not supported; docs/models\.md lists"
     with pytest.raises(GgufError, match=text):
         GgufFile.open(tmp_path / "x.gguf").check_tensors()
 

@@ -1,6 +1,7 @@
 """Weights and configuration of GGUF files, compared with the checkpoints that they were written from."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagewire.common.gguf import SUPPORTED_TYPES
 from pagewire.network.checkpoint_files import CheckpointError
 from pagewire.network.families.gpt_oss import FAMILY as GPT_OSS
 from pagewire.network.gguf_files import open_gguf
@@ -20,6 +22,7 @@ from testing.checkpoints.gguf_files import dequantized, write_dequantized, write
 from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
 from testing.seeds import seeded
+from tests.thorough import thorough
 from worker_service.host.cpu_operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.gguf_checkpoint import GgufCheckpoint
@@ -44,8 +47,9 @@ WIDE = {
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 QUANTIZED = (
     *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4"),
-    *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"),
+    *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ2_S"),
 )
+OTHERS = ("IQ1_M", "IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "TQ1_0", "TQ2_0")
 
 
 def usual(family: str) -> dict[str, Any]:
@@ -405,7 +409,7 @@ def test_bytes_that_turned_are_refused_or_read(tmp_path: Path, seed: int) -> Non
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("type_name", QUANTIZED)
+@pytest.mark.parametrize("type_name", [*QUANTIZED, *thorough(*OTHERS)])
 def test_the_kernels_multiply_with_what_a_file_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_name: str, tied: bool, num_ranks: int
 ) -> None:
@@ -415,7 +419,7 @@ def test_the_kernels_multiply_with_what_a_file_means(
     """
     skip_without_compiler()
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
-    family = FAMILIES[QUANTIZED.index(type_name) % 4]
+    family = FAMILIES[[*QUANTIZED, *OTHERS].index(type_name) % 4]
     source = make_checkpoint(tmp_path / "source", family, seed=8, tie_word_embeddings=tied, **WIDE)
     path = write_gguf(tmp_path / "model.gguf", source, type_name, types={"attn_v.weight": "Q6_K"})
     plain = write_dequantized(tmp_path / "plain", path, source)
@@ -447,6 +451,37 @@ def test_the_kernels_multiply_with_what_a_file_means(
                 assert torch.equal(ours.lookup_rows(torch.arange(151)), theirs.lookup_rows(torch.arange(151)))
         held += sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
         assert footprint.held == pytest.approx(held, rel=0.1)
+
+
+def test_every_type_may_occur_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published mixtures choose a type for each tensor. Merged projections of different tables need 8 bits."""
+    skip_without_compiler()
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
+    source = make_checkpoint(tmp_path / "source", "llama", seed=8, num_hidden_layers=4, **WIDE)
+    matrices = [
+        f"blk.{layer}.{part}.weight"
+        for layer in range(4)
+        for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    ]
+    all_types = [each.name for each in SUPPORTED_TYPES.values()]
+    rng = seeded(21)
+    rng.shuffle(all_types)
+    types = dict(zip(matrices, itertools.cycle(all_types), strict=False))
+    path = write_gguf(tmp_path / "model.gguf", source, "Q8_0", types=types)
+    assert {info.type_name for info in open_gguf(path).tensors.values()} == set(all_types)
+    plain = write_dequantized(tmp_path / "plain", path, source)
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    options["operations"] = create_host_operations(load_cpu_kernels())
+    unloaded = prepare_model(path, **options)
+    held = unloaded.footprint().held
+    model, expected = unloaded.load(), load_model(plain, **options)
+    for (name, ours), (_, theirs) in zip(model.named_modules(), expected.named_modules(), strict=True):
+        if isinstance(ours, Linear) and ours is not model.head:
+            rows, rows_of = torch.arange(ours.shape[0]), (theirs if isinstance(theirs, Embedding) else theirs.product)
+            assert torch.equal(ours.product.lookup_rows(rows), rows_of.lookup_rows(rows)), name
+    packed = sum(ours.product.packed.panels.nbytes for ours in model.modules() if isinstance(ours, Linear))
+    packed += sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    assert held == pytest.approx(packed, rel=0.1)
 
 
 class Rank:

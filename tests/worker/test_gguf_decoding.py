@@ -7,7 +7,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 
 from pagewire.common.gguf import SUPPORTED_TYPES
-from worker_service.models.layouts.gguf import decode_rows, is_finite
+from worker_service.models.layouts.gguf import BLOCKS, decode_rows, is_finite
 
 QUANTIZED = {served.name: served for served in SUPPORTED_TYPES.values() if served.is_quantized}
 # The offsets of the float16 numbers in a block.
@@ -24,6 +24,10 @@ HALVES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    "IQ1_M": (),  # the bits of its scale are in four places
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
     "MXFP4": (),  # its scales are powers of two, in the first byte of a block
 }
 MXFP4_SCALES = np.array([1, 2, 3, 127, 251, 252], np.uint8)
@@ -40,6 +44,12 @@ def random_blocks(type_name: str, seed: int, *, extreme: bool) -> np.ndarray:
         drawn = rng.integers(0, 0x7C00, (7, 5), dtype=np.uint16) | (rng.integers(0, 2, (7, 5), dtype=np.uint16) << 15)
         halves = rng.choice(EXTREMES, (7, 5)) if extreme else drawn.astype(np.uint16)
         blocks[..., start : start + 2] = halves.view(np.uint8).reshape(7, 5, 2)
+    if type_name == "IQ1_M":
+        halves = blocks[..., 48:56].view(np.uint16) & 0x0FFF
+        drawn = rng.integers(0, 0x7C00, (7, 5), dtype=np.uint16)
+        drawn = rng.choice(EXTREMES, (7, 5)) if extreme else drawn
+        halves |= (drawn[..., None] >> np.arange(0, 16, 4, dtype=np.uint16)) << 12
+        blocks[..., 48:56] = halves.view(np.uint8)
     if type_name == "MXFP4":
         blocks[..., 0] = rng.choice(MXFP4_SCALES, (7, 5)) if extreme else rng.integers(64, 192, (7, 5))
     return blocks.reshape(7, -1)
@@ -71,7 +81,9 @@ def test_codes_are_integers_with_a_scale_a_group(type_name: str) -> None:
     groups = decoded.values.unflatten(1, (-1, decoded.group_size)).float() * whole.scale[..., None]
     values = groups if whole.minimum is None else groups - whole.minimum[..., None]
     assert torch.equal(decoded.dequantized(), values.flatten(1))
-    assert (decoded.scale_factor is not None) == (QUANTIZED[type_name].block_size == 256)
+    assert (decoded.scale_factor is not None) == BLOCKS[type_name].format.has_factors
+    # Kernels of CPUs store up to 16 different codes in 4 bits.
+    assert len(decoded.values.unique()) <= 1 << BLOCKS[type_name].format.bits
 
 
 @pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E00])
@@ -81,3 +93,9 @@ def test_a_scale_that_is_no_number_is_seen(type_name: str, start: int, half: int
     at = 2 * QUANTIZED[type_name].block_bytes + start  # in the third block
     rows[6, at : at + 2] = np.array([half], np.uint16).view(np.uint8)
     assert not is_finite(decode_rows(QUANTIZED[type_name], torch.from_numpy(rows)))
+
+
+def test_a_scale_in_four_parts_that_is_no_number_is_seen() -> None:
+    rows = random_blocks("IQ1_M", 3, extreme=False)
+    rows[6, 2 * 56 + 49 : 2 * 56 + 56 : 2] = (0x0F, 0x0F, 0xEF, 0x7F)  # 0x7E00, from the lowest four bits on
+    assert not is_finite(decode_rows(QUANTIZED["IQ1_M"], torch.from_numpy(rows)))
