@@ -66,6 +66,7 @@ HEADERS = {
         "W4A16 asymmetric", "weight_zero_point", torch.zeros(8, 4, dtype=torch.int8),
         rf"in {FILE} has shape \[8, 4\], expected \[64, 4\] for pack-quantized in 4 bits",
     ),
+    "another storage": ("nf4", "weight", torch.ones(1024, 1).bfloat16(), rf"in {FILE} is BF16, expected U8 for nf4"),
     "another float": ("FP8 block", "weight", torch.ones(64, 64).to(torch.float8_e5m2), rf"in {FILE} is F8_E5M2, expe"),
 }  # fmt: skip
 

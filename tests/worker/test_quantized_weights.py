@@ -136,6 +136,15 @@ def test_every_family_can_be_quantised(tmp_path, monkeypatch, family, case):
     assert torch.equal(*logits)
 
 
+@pytest.mark.parametrize("name", ["NVFP4 of ModelOpt", "MXFP4 of Quark", "nf4 with nested scales", "LLM.int8"])
+@pytest.mark.parametrize("family", ["phi3", "falcon", "mixtral"])
+def test_projections_that_are_stored_together_can_be_quantised(tmp_path, monkeypatch, family, name):
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
+    paths = make_quantized(tmp_path, family, BY_NAME[name], seed=12)
+    logits = [compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens()) for path in paths]
+    assert torch.equal(*logits)
+
+
 @EVERY_CASE
 def test_ranks_have_the_parts_of_what_the_weights_mean(tmp_path, case):
     """The sizes are such that no shard splits a group."""

@@ -18,9 +18,7 @@ def bitsandbytes_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]
         return
     if not flag(section, "load_in_4bit", False):
         raise unserved("load_in_4bit", False, "true, or load_in_8bit must be true")
-    kind, storage = section.get("bnb_4bit_quant_type", "fp4"), section.get("bnb_4bit_quant_storage") or "uint8"
+    kind = section.get("bnb_4bit_quant_type", "fp4")
     if kind not in _TYPES:
         raise unserved("bnb_4bit_quant_type", kind, f"one of {', '.join(_TYPES)}")
-    if storage != "uint8":
-        raise unserved("bnb_4bit_quant_storage", storage, "uint8")
     yield QuantizationRule(ANY, WeightFormat(kind, 4, 0, 0))

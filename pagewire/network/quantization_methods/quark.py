@@ -24,30 +24,23 @@ def quark_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
             yield pattern_rule("exclude", name, name.removeprefix("re:"), None)
         else:
             yield glob_rule("exclude", name, None)
-    if section.get("layer_type_quant_config"):
-        raise unserved("layer_type_quant_config", section["layer_type_quant_config"], "unset")
     layers = section.get("layer_quant_config") or {}
-    if not isinstance(layers, Mapping):
-        raise unserved("layer_quant_config", layers, "an object of settings by the names of modules")
+    if not isinstance(layers, Mapping) or section.get("layer_type_quant_config"):
+        raise unserved("layer_quant_config", layers, "an object of settings by name, without layer_type_quant_config")
     for name, settings in layers.items():
-        yield glob_rule("layer_quant_config", name, _format("layer_quant_config", settings))
-    settings = section.get("global_quant_config")
-    yield QuantizationRule(ANY, None if settings is None else _format("global_quant_config", settings))
+        yield glob_rule("layer_quant_config", name, _format(settings))
+    yield QuantizationRule(ANY, _format(section.get("global_quant_config")))
 
 
-def _format(key: str, settings: object) -> WeightFormat | None:
+def _format(settings: object) -> WeightFormat | None:
     """Return the format of weights with the given settings, or None if they are not quantised."""
-    if not isinstance(settings, Mapping):
-        raise unserved(key, settings, "an object with a weight")
-    weight, inputs = settings.get("weight"), settings.get("input_tensors")
-    if weight is None:
-        return None
-    if not isinstance(weight, Mapping):
-        raise unserved("weight", weight, _SUPPORTED)
-    match tuple(weight.get(name) for name in ("dtype", "qscheme", "group_size", "scale_format")):
-        case "fp4", "per_group", 32, "e8m0":
+    match settings:
+        case None | {"weight": None}:
+            return None
+        case {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}}:
             return WeightFormat("quark-mxfp4", 4, 1, 32)
-        case "fp8_e4m3", "per_tensor" | "per_channel" as scheme, *_:
+        case {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor" | "per_channel" as scheme}, **others}:
+            inputs = others.get("input_tensors")
             rounds = isinstance(inputs, Mapping) and inputs.get("dtype") == "fp8_e4m3"
             return WeightFormat("float-quantized", 8, int(scheme == "per_channel"), 0, rounds_inputs=rounds)
-    raise unserved("weight", weight, _SUPPORTED)
+    raise unserved("weight", settings, _SUPPORTED)
