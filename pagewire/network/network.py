@@ -25,7 +25,6 @@ class Network:
     tie_word_embeddings: bool  # the head uses the embedding's weight, unless the checkpoint has a head
     dtype: str  # the checkpoint's dtype; float32 if it names none
     quantization: Quantization | None = None  # the quantisation of the checkpoint's weights
-    ignored: str = ""  # pattern of tensor names that this model does not use, in addition to the family's pattern
     # Every token attends to all tokens of its sequence, as in embedding models; a window then extends to both sides.
     is_bidirectional: bool = False
 

@@ -31,7 +31,7 @@ SIZES = {
 EXPERTS = {
     "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
-    "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+    "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 # Plain and parallel models; norms of updates, projections and heads; and several kinds of experts.
 ARCHITECTURES = (

@@ -103,7 +103,7 @@ def prepare_model(
     _keep_float32(model, device)
     choose_formats(model, checkpoint, dtype, storage_dtype, lambda element: operations.can_store(element, dtype))
     targets = [target for place in model.places for target in targets_of(model, place)]
-    unused = check_weights(model, checkpoint, targets, "|".join(filter(None, (family.ignored, network.ignored))), head)
+    unused = check_weights(model, checkpoint, targets, family.ignored, head)
     num_bytes = working_bytes(checkpoint, targets)
     return UnloadedModel(
         model, checkpoint, dtype, device, operations, unused, reading_bytes=num_bytes, quantization=quantization

@@ -38,7 +38,6 @@ from pagewire.network.weight_formats import Quantization
 
 # Some published files of headless models lack the first part of the names.
 WITHOUT_PREFIX: Renaming = ((r"^model\.", ""),)
-_UNREAD = r"^(model\.)?(vision_tower|multi_modal_projector|visual)\."  # of multimodal checkpoints
 # Settings of the whole checkpoint that override the text model's settings.
 _OUTER = ("dtype", "torch_dtype", "quantization_config")
 
@@ -50,7 +49,7 @@ class Family:
 
     architectures: tuple[str, ...]
     read: Callable[[JsonObject, str], Network]  # reads a config.json for one of the architectures
-    ignored: str = r"\.rotary_emb\.inv_freq$"  # pattern of tensor names to ignore
+    ignored: str = r"\.rotary_emb\.inv_freq$"  # pattern of the names of tensors in a layer that are no weights
     # Alternative names of the weights that `read` names. The renaming that matches the most tensors is used.
     renamings: tuple[Renaming, ...] = ((), WITHOUT_PREFIX)
     # Tensors that may contain the weights of all experts; each expert's part gets a name of its own.
@@ -85,7 +84,6 @@ def inside(
         family,
         architectures=(architecture,),
         read=lambda config, name: family.parse(_text_config(config, model_types, is_tied, is_flat), name),
-        ignored=rf"{_UNREAD}|{family.ignored}",
         renamings=(*renamings, ()) if is_flat else renamings,
     )
 
@@ -212,9 +210,8 @@ class TextConfig:
         mlp = self.mlp(size, activation=act, has_bias=has_bias, counted="columns of an expert")
         return Experts(chosen, num_experts, mlp)
 
-    def network(self, operations: Iterator[Operation], ignored: str = "") -> Network:
-        """Return the complete model, which consists of `operations`. `ignored` is a pattern for the names of checkpoint
-        tensors that the model does not use."""
+    def network(self, operations: Iterator[Operation]) -> Network:
+        """Return the complete model, which consists of `operations`."""
         return Network(
             self.architecture,
             tuple(operations),
@@ -222,7 +219,6 @@ class TextConfig:
             self.tie_word_embeddings,
             self.dtype,
             self.quantization,
-            ignored,
         )
 
     def model(
@@ -234,7 +230,6 @@ class TextConfig:
         logits_factor: float = 1.0,
         softcap: float = 0.0,
         head_bias: bool = False,
-        ignored: str = "",
     ) -> Network:
         """Return a model that consists of a token embedding, transformer layers, a final norm and an LM head, with
         Llama's weight names. `layers` yields the operations of a layer, given its number and name."""
@@ -246,14 +241,13 @@ class TextConfig:
             yield norm("model.norm")
             yield lm_head("lm_head", self.hidden_size, self.vocab_size, logits_factor, softcap, has_bias=head_bias)
 
-        return self.network(operations(), ignored)
+        return self.network(operations())
 
     def llama(
         self,
         mlp: Callable[[int, str], Iterator[Operation]] | None = None,
         *,
         has_mlp_bias: bool = False,
-        ignored: str = "",
         **how: Any,
     ) -> Network:
         """Return a model with the layer structure and weight names of Llama. `mlp` yields the MLP operations of a
@@ -265,7 +259,7 @@ class TextConfig:
             attention = self.attention(number, **how)(f"{name}.self_attn")
             yield from layer(norm, norms_of(name), attention, mlp(number, name) if mlp else dense(f"{name}.mlp"))
 
-        return self.model(norm, layers, ignored=ignored)
+        return self.model(norm, layers)
 
 
 def norms_of(layer: str) -> tuple[str, str]:

@@ -4,26 +4,22 @@ The architecture "glm" has norms before attention and the MLP; "glm4" has norms 
 rotated, in pairs of neighbours.
 
 GLM-4.5 (2025, https://arxiv.org/abs/2508.06471), "glm4_moe", has norms before attention and the MLP, and pairs values
-of the two halves of a head. All layers but the first ones have experts, as in DeepSeek-V3. Its layers for multi-token
-prediction are ignored.
+of the two halves of a head. All layers but the first ones have experts, as in DeepSeek-V3. Layers for multi-token
+prediction, which follow the last layer, are not used.
 """
 
 from collections.abc import Callable, Iterator
 
-from pagewire.common.gguf import is_whole
 from pagewire.network.blocks import layer, shared_expert
 from pagewire.network.families.family import Family, TextConfig, norms_of
 from pagewire.network.families.positions import read_rope
 from pagewire.network.families.reading import (
     MAX_EXPERTS,
-    MAX_LAYERS,
     JsonObject,
-    first_key,
     flag,
     non_negative,
     number,
     positive,
-    unserved,
 )
 from pagewire.network.network import Network
 from pagewire.network.operations import Operation
@@ -49,11 +45,8 @@ def _read(config: JsonObject, architecture: str) -> Network:
 
 def _read_moe(config: JsonObject, architecture: str) -> Network:
     text = TextConfig.read(config, architecture, ropes=read_rope(config, default_share=0.5), default_eps=1e-5)
-    num_layers, num_further = text.num_layers, _num_further_layers(config)
-    further = "|".join(map(str, range(num_layers, num_layers + num_further)))
     return text.llama(
         expert_layers(text, num_dense=1, num_shared=1, renormalizes=True),
-        ignored=rf"^(model\.)?layers\.({further})\." if further else "",
         qkv_bias=flag(config, "attention_bias", False),
         qk_norm="head" if flag(config, "use_qk_norm", False) else "none",
     )
@@ -88,16 +81,6 @@ def expert_layers(
             yield from shared_expert(shared, f"{name}.mlp.shared_experts")
 
     return mlp
-
-
-def _num_further_layers(config: JsonObject) -> int:
-    """Return the number of extra layers that the checkpoint stores after the last layer. These layers are for
-    multi-token prediction (MTP) and are not used."""
-    key = first_key(config, "num_nextn_predict_layers", "num_mtp_layers")
-    number = 1 if config.get(key) is None else config[key]
-    if not is_whole(number) or not 0 <= number <= MAX_LAYERS:
-        raise unserved(key, number, f"a whole number from 0 to {MAX_LAYERS}")
-    return number
 
 
 # Defaults of settings that files may omit.

@@ -30,7 +30,6 @@ _SAME = (
     ("num_hidden_layers", "n_layer", "n_layers"),
     ("num_attention_heads", "n_head", "n_heads"),
     ("max_position_embeddings", "n_positions"),
-    ("num_nextn_predict_layers", "num_mtp_layers"),
 )
 _NUMBERS = (1e-30, 1e30)  # limits between which powers and products are finite in float32
 
