@@ -54,11 +54,13 @@ def _as_in_gguf(projection: Projection) -> Projection:
     """Return a projection as GGUF files store it: no weight is transposed, and the rows of all queries come first, then
     those of all keys and of all values."""
     heads, rows = projection.heads, projection.parts[0].rows
-    if heads is None or not heads.are_by_head:
+    if heads is None or not heads.group_size:
         return replace(projection, is_transposed=False)
-    share = Share.of(rows.size // 3, heads.head_dim, rows.counted)
-    parts = tuple(parts_of([projection.name], [share] * 3))
-    return replace(projection, parts=parts, heads=replace(heads, are_by_head=False))
+    size = heads.head_dim
+    num_kv_heads = rows.size // size // (heads.group_size + 2)
+    shares = [Share.of(num_kv_heads * num * size, num * size, rows.counted) for num in (heads.group_size, 1, 1)]
+    parts = tuple(parts_of([projection.name], shares))
+    return replace(projection, parts=parts, heads=replace(heads, group_size=0))
 
 
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
