@@ -66,7 +66,11 @@ def _as_in_gguf(projection: Projection) -> Projection:
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
     """Return the headers of all tensors of a GGUF file. Names and data types are those that GGUF uses, which differ
     from safetensors."""
-    return {name: TensorHeader(path.name, info.type_name, info.shape) for name, info in open_gguf(path).tensors.items()}
+    file = open_gguf(path)
+    return {
+        name: TensorHeader(file.paths[info.part].name, info.type_name, info.shape)
+        for name, info in file.tensors.items()
+    }
 
 
 def _read_divisors(file: GgufFile, name: str, length: int) -> tuple[float, ...]:
@@ -79,7 +83,7 @@ def _read_divisors(file: GgufFile, name: str, length: int) -> tuple[float, ...]:
             f"{file.path}: tensor {name} is {info.type_name} of shape {list(info.shape)}, but must be F32 of "
             f"shape {[length]}"
         )
-    with file.path.open("rb") as stream:
+    with file.paths[info.part].open("rb") as stream:
         stream.seek(info.offset)
         divisors = array("f", stream.read(4 * length))
     if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):

@@ -44,7 +44,8 @@ def weights_digest(path: Path) -> str:
     """Return a hexadecimal digest that identifies the weights of a model without reading all of them. The digest covers
     the names, sizes and modification times of the files, and samples of their bytes: one sample per MiB, at most about
     4096 per file. Raises OSError if a file cannot be read."""
-    files = {path} if is_gguf(path) else {path / header.file for header in read_headers(path).values()}
+    of_gguf = open_gguf(path).paths if is_gguf(path) else ()
+    files = of_gguf or {path / header.file for header in read_headers(path).values()}
     digest = hashlib.sha256()
     for file in sorted(files):
         with file.open("rb") as stream:

@@ -127,8 +127,10 @@ def write_gguf(
     settings: Mapping[str, Any] | None = None,
     replaced: Mapping[str, Any] | None = None,
     arch: gguf.MODEL_ARCH | None = None,
+    tensors_per_part: int = 0,
 ) -> Path:
-    """Write a checkpoint's model and tokenizer to the GGUF file `path` and return the path.
+    """Write a checkpoint's model and tokenizer to the GGUF file `path` and return the path. With `tensors_per_part`,
+    write several files, and return the path of the first.
 
     Args:
         checkpoint: the checkpoint directory.
@@ -142,7 +144,7 @@ def write_gguf(
     config = json.loads((checkpoint / "config.json").read_text())
     usual = ARCHITECTURES[config["architectures"][0]]
     name = gguf.MODEL_ARCH_NAMES[arch or usual]
-    writer = gguf.GGUFWriter(path, name)
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=tensors_per_part)
     found = {f"{name}.{key}": value for key, value in _settings(usual, config).items()}
     found |= {"general.type": "model", "general.file_type": 1, **_tokenizer_keys(checkpoint, config, tokenizer)}
     for key, value in {**found, **(settings or {})}.items():
@@ -158,7 +160,7 @@ def write_gguf(
     for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         finish()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_per_part else path
 
 
 # Tensors that the converter writes in float32.

@@ -128,7 +128,11 @@ def test_a_broken_beginning_is_named(tmp_path: Path, at: int, content: bytes, te
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"split__count": ("uint16", 2)}, r"x\.gguf is one of 2 parts of a model: join them first, with llama-gguf"),
+        ({"split__count": ("uint16", 2)}, r"x\.gguf has no split\.no, which must be a whole number from 0"),
+        (
+            {"split__count": ("uint16", 2), "split__no": ("uint16", 0)},
+            r"x\.gguf is one of 2 parts of a model, but its name is not like -00001-of-00003\.gguf",
+        ),
         ({"general__type": ("string", "adapter")}, r"x\.gguf contains no model: general\.type is 'adapter'"),
         ({"general__alignment": ("uint32", 48)}, r"general\.alignment is 48, not a power of two"),
         ({"general__alignment": ("uint32", 0)}, r"general\.alignment is 0, not a power of two"),
@@ -152,6 +156,75 @@ def test_what_is_no_whole_model_is_refused(tmp_path: Path, values: dict[str, Any
 )
 def test_what_says_that_it_is_a_whole_model_is_read(tmp_path: Path, values: dict[str, Any]) -> None:
     GgufFile.open(written(tmp_path / "x.gguf", **values))
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    """A model in several files."""
+    first = write_gguf(tmp_path / "m.gguf", BUNDLED, "Q8_0", tensors_per_part=15)
+    found = sorted(tmp_path.glob("m-*.gguf"))
+    assert found[0] == first
+    assert len(found) > 2
+    return found
+
+
+def test_parts_are_read_as_one_file(parts: list[Path], bundled: Path) -> None:
+    ours, whole = GgufFile.open(parts[0]), GgufFile.open(bundled)
+    ours.check_tensors()
+    assert ours.paths == tuple(parts)
+    assert {name: info.shape for name, info in ours.tensors.items()} == {
+        name: info.shape for name, info in whole.tensors.items()
+    }
+    assert config_json(ours) == config_json(whole)
+    load_tokenizer(parts[0])
+    for number, part in enumerate(parts):
+        theirs = {tensor.name: tensor.data_offset for tensor in gguf.GGUFReader(part).tensors}
+        assert {name: info.offset for name, info in ours.tensors.items() if info.part == number} == theirs
+
+
+def test_the_digest_covers_all_parts(parts: list[Path]) -> None:
+    digest = GgufFile.open(parts[0]).digest
+    data = parts[2].read_bytes()
+    parts[2].write_bytes(data.replace(b"ffn_", b"ffm_", 1))
+    assert GgufFile.open(parts[0]).digest != digest
+
+
+def number_of(part: Path, key: str) -> int:
+    """Return the position of the value of a key of 16 or 32 bits."""
+    data = part.read_bytes()
+    return data.index(key.encode()) + len(key) + 4
+
+
+def test_parts_that_do_not_fit_are_named(parts: list[Path]) -> None:
+    first, second, *_ = parts
+    names = f"m-0000[12]-of-0000{len(parts)}"
+    with pytest.raises(
+        GgufError, match=rf"{names}\.gguf is part 2 of {len(parts)} of a model: give the first part, m-00001"
+    ):
+        GgufFile.open(second)
+    kept = second.read_bytes()
+    patched(second, number_of(second, "split.no"), struct.pack("<H", 2))
+    with pytest.raises(GgufError, match=rf"{names}\.gguf: split\.no is 2, but must be 1, to be a part of m-00001-of-"):
+        GgufFile.open(first)
+    second.write_bytes(kept)
+    patched(second, number_of(second, "split.count"), struct.pack("<H", 9))
+    with pytest.raises(GgufError, match=rf"{names}\.gguf: split\.count is 9, but must be {len(parts)}, to be a part"):
+        GgufFile.open(first)
+    third = parts[2].read_bytes()
+    second.write_bytes(third)
+    patched(second, number_of(second, "split.no"), struct.pack("<H", 1))
+    with pytest.raises(GgufError, match=r"m-00003-of-0000\d\.gguf has tensor '\S+', which is in another part of the"):
+        GgufFile.open(first)
+    second.write_bytes(kept[:-100])
+    with pytest.raises(GgufError, match=rf"{names}\.gguf has \d+ bytes, but tensor \S+ ends at byte \d+: the file may"):
+        GgufFile.open(first).check_tensors()
+    second.unlink()
+    with pytest.raises(GgufError, match=rf"{names}\.gguf cannot be read: No such file or directory"):
+        GgufFile.open(first)
+    second.write_bytes(kept)
+    patched(first, number_of(first, "split.tensors.count"), struct.pack("<i", 7))
+    with pytest.raises(GgufError, match=r"split\.tensors\.count is 7, but must be \d+, the number of tensors in all"):
+        GgufFile.open(first)
 
 
 # The metadata of every file, and the config.json that results from it alone.

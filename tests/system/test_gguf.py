@@ -66,6 +66,15 @@ async def test_quantized_stories_are_those_of_the_same_weights(type_name: str, t
     assert all(text for text, _ in codes)
 
 
+@pytest.mark.thorough
+async def test_a_model_in_parts_tells_the_same_stories(tmp_path: Path) -> None:
+    first = write_gguf(tmp_path / "storyteller.gguf", STORYTELLER, "Q8_0", tensors_per_part=15)
+    with running(first) as system:
+        ours = await tell(system.url)
+    with running(write_gguf(tmp_path / "whole.gguf", STORYTELLER, "Q8_0")) as system:
+        assert ours == await tell(system.url)
+
+
 @pytest.mark.parametrize("family", ["llama", *thorough("qwen2", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")])
 async def test_a_mixture_of_k_quants_is_the_same_weights(family: str, tmp_path: Path) -> None:
     """A mixture of types as in files of the kinds Q4_K_M and Q5_K_M."""

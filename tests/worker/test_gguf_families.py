@@ -10,7 +10,7 @@ import torch
 
 from pagewire.common.gguf import ARCHITECTURES
 from pagewire.network.checkpoint_files import CheckpointError
-from pagewire.network.source import load_config
+from pagewire.network.source import load_config, weights_digest
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import ARCHITECTURES as WRITTEN
 from testing.checkpoints.gguf_files import requantized, write_gguf
@@ -125,6 +125,17 @@ def test_a_gate_of_shared_experts_may_be_a_vector(tmp_path: Path) -> None:
     replaced = {name.format(at): (torch.from_numpy(gates[name.format(at)].copy())[0], "F32") for at in range(2)}
     path = write_gguf(tmp_path / "model.gguf", source, "F32", replaced=replaced)
     assert torch.equal(logits(path), logits(plain))
+
+
+def test_a_model_in_parts_computes_the_same(tmp_path: Path) -> None:
+    source = made(tmp_path / "source", "gpt_neox")
+    first = write_gguf(tmp_path / "model.gguf", source, "F32", tensors_per_part=9)
+    assert len(list(tmp_path.glob("model-*.gguf"))) > 2
+    assert torch.equal(logits(first), logits(source))
+    digest = weights_digest(first)
+    last = max(tmp_path.glob("model-*.gguf"))
+    last.write_bytes(last.read_bytes()[:-1] + b"x")
+    assert weights_digest(first) != digest
 
 
 def test_layers_for_multi_token_prediction_are_ignored(tmp_path: Path) -> None:

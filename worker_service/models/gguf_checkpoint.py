@@ -122,18 +122,19 @@ class GgufCheckpoint(Tensors):
         unit = self._turned_rows if self._turned_rows and _TURNED.fullmatch(own_name) else 1
         num_rows = max(1, _MAX_CHUNK // row_size // unit) * unit
         first, stop, _ = index.indices(shape[0])
+        path = self._file.paths[info.part]
         try:
-            with self._file.path.open("rb") as stream:
+            with path.open("rb") as stream:
                 for start in range(first, stop, num_rows):
                     length = min(num_rows, stop - start)
                     stream.seek(info.offset + (source.first_row + start) * row_bytes)
                     buffer = bytearray(length * row_bytes)
                     if stream.readinto(buffer) != len(buffer):
-                        raise CheckpointError(f"tensor {own_name} cannot be read: {self._file.path} is truncated")
+                        raise CheckpointError(f"tensor {own_name} cannot be read: {path} is truncated")
                     place = slice(start - first, start - first + length)
                     yield place, self._decode(own_name, element_type, buffer, (length, *shape[1:]), unit)
         except OSError as error:
-            raise CheckpointError(f"tensor {own_name} cannot be read from {self._file.path}: {error}") from error
+            raise CheckpointError(f"tensor {own_name} cannot be read from {path}: {error}") from error
 
     def _decode(
         self, own_name: str, element_type: ElementType, buffer: bytearray, shape: tuple[int, ...], head_dim: int

@@ -3,11 +3,12 @@
 import hashlib
 import math
 import os
+import re
 import struct
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -92,6 +93,7 @@ class TensorInfo:
     shape: tuple[int, ...]  # row-major: the last dimension is contiguous
     type_number: int
     offset: int  # of the first byte, from the start of the file
+    part: int = 0  # the index in `GgufFile.paths` of the file that contains the tensor
 
     @property
     def type_name(self) -> str:
@@ -105,7 +107,7 @@ class TensorInfo:
 @dataclass(frozen=True, slots=True)
 class GgufFile:
     """The complete header of a GGUF file: metadata and descriptions of the tensors. `metadata` maps keys to numbers,
-    strings, arrays of numbers and lists of strings.
+    strings, arrays of numbers and lists of strings. If the model is split into several files, `path` is the first.
     """
 
     path: Path
@@ -113,25 +115,21 @@ class GgufFile:
     tensors: Mapping[str, TensorInfo]
     # SHA-256 of the header, which contains the configuration, the tokenizer, and the types and shapes of all tensors.
     digest: bytes
+    further_paths: tuple[Path, ...] = ()  # of a model that is split into several files
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that contain the model's tensors."""
+        return (self.path, *self.further_paths)
 
     @staticmethod
     def open(path: Path) -> "GgufFile":
-        """Read the header of a GGUF file. Raises GgufError if the file is not a GGUF file, is broken, or contains only
-        a part of a model.
+        """Read the header of a GGUF file. If it is the first part of a model, read the headers of all parts. Raises
+        GgufError if a file is not a GGUF file, is broken, or is missing, or if `path` is another part of a model.
         """
-        try:
-            check_pointer(path)
-            with path.open("rb") as stream:
-                file = _read_header(path, stream)
-        except OSError as error:
-            raise GgufError(f"{path} cannot be read: {error.strerror}") from error
-        except ModelFileError as error:
-            raise GgufError(str(error)) from error
+        file = _open(path)
         if file.metadata.get("split.count", 0) not in (0, 1):
-            raise GgufError(
-                f"{path} is one of {shown(file.metadata['split.count'])} parts of a model: join them first, with "
-                "llama-gguf-split --merge"
-            )
+            file = _with_parts(file)
         kind = file.metadata.get("general.type", "model")
         if kind != "model":
             raise GgufError(f"{path} contains no model: general.type is {shown(kind)}")
@@ -163,12 +161,13 @@ class GgufFile:
         """Check that the GGUF file contains all its tensors completely. Raises GgufError if the type of a tensor is not
         supported, or if the file ends before the end of a tensor.
         """
-        size = self.path.stat().st_size
+        sizes = [path.stat().st_size for path in self.paths]
         for name, info in self.tensors.items():
-            end = info.offset + math.prod(info.shape[:-1]) * self.row_bytes(name)
+            end, size = info.offset + math.prod(info.shape[:-1]) * self.row_bytes(name), sizes[info.part]
             if end > size:
+                path = self.paths[info.part]
                 raise GgufError(
-                    f"{self.path} has {size} bytes, but tensor {name} ends at byte {end}: the file may be truncated"
+                    f"{path} has {size} bytes, but tensor {name} ends at byte {end}: the file may be truncated"
                 )
 
 
@@ -316,6 +315,48 @@ class _Cursor:
 
     def error(self, why: str) -> GgufError:
         return GgufError(f"{self.path} is not a complete GGUF file: {why}")
+
+
+def _open(path: Path) -> GgufFile:
+    try:
+        check_pointer(path)
+        with path.open("rb") as stream:
+            return _read_header(path, stream)
+    except OSError as error:
+        raise GgufError(f"{path} cannot be read: {error.strerror}") from error
+    except ModelFileError as error:
+        raise GgufError(str(error)) from error
+
+
+def _with_parts(first: GgufFile) -> GgufFile:
+    """Read the headers of the other parts of a model, of which `first` is the first part, and return the header of the
+    whole model. The names of the files end with their numbers, such as -00001-of-00003.gguf, as llama.cpp writes them.
+    """
+    keys = Metadata(first, "split.")
+    number, count = keys.whole("no"), keys.whole("count")
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", first.path.name)
+    if match is None or int(match[2]) != count:
+        raise GgufError(
+            f"{first.path} is one of {count} parts of a model, but its name is not like -00001-of-00003.gguf"
+        )
+    paths = [first.path.with_name(f"{match[1]}-{nth:05}-of-{match[2]}.gguf") for nth in range(1, count + 1)]
+    if number or first.path != paths[0]:
+        raise GgufError(
+            f"{first.path} is part {number + 1} of {count} of a model: give the first part, {paths[0].name}"
+        )
+    tensors, digest = dict(first.tensors), hashlib.sha256(first.digest)
+    for number, path in enumerate(paths[1:], start=1):
+        part = _open(path)
+        for key, expected in (("no", number), ("count", count)):
+            if part.metadata.get(f"split.{key}") != expected:
+                raise Metadata(part, "split.").error(key, f"{expected}, to be a part of {paths[0].name}")
+        if twice := sorted(tensors.keys() & part.tensors.keys()):
+            raise GgufError(f"{path} has tensor {shown(twice[0])}, which is in another part of the model, too")
+        tensors |= {name: replace(info, part=number) for name, info in part.tensors.items()}
+        digest.update(part.digest)
+    if keys.whole("tensors.count", len(tensors)) != len(tensors):
+        raise keys.error("tensors.count", f"{len(tensors)}, the number of tensors in all {count} parts")
+    return replace(first, tensors=tensors, digest=digest.digest(), further_paths=tuple(paths[1:]))
 
 
 def _read_header(path: Path, stream: BinaryIO) -> GgufFile:
