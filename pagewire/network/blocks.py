@@ -7,7 +7,7 @@ write the buffer `update` unless the caller names others.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pagewire.network.expert_routing import ExpertRouting
 from pagewire.network.operations import (
@@ -20,7 +20,6 @@ from pagewire.network.operations import (
     CombineExperts,
     Embed,
     Gate,
-    HeadRows,
     LmHead,
     Multiply,
     MultiplyRouted,
@@ -32,6 +31,7 @@ from pagewire.network.operations import (
     QkNormRopeStore,
     RouteTopK,
     Share,
+    StoredRows,
     Table,
     Vector,
 )
@@ -97,10 +97,10 @@ class Attention:
         With `is_transposed`, weights are stored as [in, out].
         """
         heads, order = self.heads, () if self.rope is None else self.rope.head_order(self.heads.head_dim)
-        group_size = heads.num_heads // heads.num_kv_heads if are_by_head else 0
-        rows = HeadRows(heads.head_dim, order, group_size) if order or are_by_head else None
-        parts, hidden = self._qkv(name, qkv, are_by_head=are_by_head), Share.of(self.hidden_size)
-        products = Projection(parts, hidden, self.qkv_bias, is_transposed=is_transposed, heads=rows)
+        values = heads.head_dim
+        unit = (heads.num_heads // heads.num_kv_heads * values, values, values) if are_by_head else ()
+        parts, hidden, stored = self._qkv(name, qkv, unit), Share.of(self.hidden_size), StoredRows(order, unit)
+        products = Projection(parts, hidden, self.qkv_bias, is_transposed=is_transposed, stored=stored)
         yield Multiply(source, "heads", products)
         query_norm = self._norm(f"{name}.q_norm", heads.num_heads, order)
         key_norm = self._norm(f"{name}.k_norm", heads.num_kv_heads, order)
@@ -120,13 +120,13 @@ class Attention:
         down = Projection((Part(f"{name}.{output}", hidden),), columns, self.output_bias, is_transposed=is_transposed)
         yield Multiply("attended", "update", down)
 
-    def _qkv(self, name: str, qkv: tuple[str, ...], *, are_by_head: bool) -> tuple[Part, ...]:
+    def _qkv(self, name: str, qkv: tuple[str, ...], unit: tuple[int, ...]) -> tuple[Part, ...]:
         heads, size = self.heads, self.heads.head_dim
         queries = _of_heads(heads.num_heads * size, size)
         values = Share.of(heads.num_kv_heads * size, size, "KV heads", is_repeated=True)
-        shares, whole = [queries, values, values], queries.size + 2 * values.size
-        if are_by_head:
-            shares = [Share.of(whole, whole // heads.num_kv_heads, "KV heads")]
+        shares = [queries, values, values]
+        if unit:
+            shares = [Share.of(heads.num_kv_heads * sum(unit), sum(unit), "KV heads")]
         return tuple(parts_of([f"{name}.{each}" for each in qkv], shares))
 
     def _norm(self, name: str, num_heads: int, order: tuple[int, ...]) -> Vector | None:
@@ -171,6 +171,7 @@ class Mlp:
     activation: Activate
     has_bias: bool = False
     counted: str = "columns of the MLP"
+    is_interleaved: bool = False  # the checkpoint stores the rows of gates and ups in turn, in one module
 
     def __call__(
         self,
@@ -199,10 +200,12 @@ class Mlp:
         """Return the first projection of the MLP. It contains the gate projection, if there is a gate, and then the up
         projection."""
         shares = [self._share()] * (2 if self.activation.is_gated else 1)
+        if self.is_interleaved:
+            shares = [Share.of(2 * self.size, 2, self.counted)]
         parts = tuple(parts_of([f"{name}.{each}" for each in names], shares))
-        return Projection(
-            parts, Share.of(self.hidden_size), self.has_bias, is_transposed=is_transposed, num_experts=num_experts
-        )
+        stored = StoredRows(unit=(1, 1) if self.is_interleaved else ())
+        how: dict[str, Any] = {"is_transposed": is_transposed, "num_experts": num_experts, "stored": stored}
+        return Projection(parts, Share.of(self.hidden_size), self.has_bias, **how)
 
     def down(self, name: str, down: str, *, is_transposed: bool = False, num_experts: int = 0) -> Projection:
         """Return the second projection of the MLP, the down projection."""

@@ -6,6 +6,7 @@ operations in order: with one call of C code on a CPU, or with one Python functi
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 from pagewire.network.expert_routing import ExpertRouting
@@ -121,6 +122,31 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredRows:
+    """The order in which a checkpoint stores the rows of merged projections, such as queries, keys and values. It is
+    needed for checkpoints that interleave the values of a head, or the rows of the merged projections."""
+
+    # For each value of a query or key head, its index in the checkpoint's head; empty: the same order.
+    head_order: tuple[int, ...] = ()
+    # The numbers of rows of each projection that are stored together, as one of many equal units. For example, a unit
+    # has the query, key and value rows of one KV head. Empty: all rows of a projection are stored together.
+    unit: tuple[int, ...] = ()
+
+    def row_order(self, out_sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the index in the checkpoint for each row of the merged projections. The tuple is empty if the
+        checkpoint stores the rows in the same order. `out_sizes` has the number of rows of each projection, or of all
+        together if they are stored in units."""
+        if not self.head_order and not self.unit:
+            return ()
+        unit, num_rows = self.unit or out_sizes, sum(out_sizes)
+        firsts, bounds = range(0, num_rows, sum(unit)), pairwise(accumulate(unit, initial=0))
+        rows = [first + row for start, end in bounds for first in firsts for row in range(start, end)]
+        num_turned = sum(unit[:2]) * len(firsts)
+        turned = _repeat_order(self.head_order or (0,), num_turned)
+        return tuple(rows[row] for row in (*turned, *range(num_turned, num_rows)))
+
+
+@dataclass(frozen=True, slots=True)
 class Projection:
     """The weights of a linear projection x W^T + b, with W of shape [out_size, in_size]. W may be the concatenation of
     several checkpoint modules along the output dimension, such as the query, key and value projections. If
@@ -136,8 +162,7 @@ class Projection:
     is_float32: bool = False  # in any case, independent of the model's dtype, and never quantised
     gives_float32: bool = False
     has_row_lookup: bool = False  # single rows of the weight can be read by index, too
-    # The head layout of query, key and value rows; None: rows are in the checkpoint's order.
-    heads: "HeadRows | None" = None
+    stored: StoredRows = StoredRows()
 
     @property
     def name(self) -> str:
@@ -170,41 +195,12 @@ class Projection:
     def row_order(self) -> tuple[int, ...]:
         """The index in the checkpoint for each row of the projection's weight. The tuple is empty if the checkpoint
         stores the rows in the same order."""
-        return () if self.heads is None else self.heads.row_order(self.out_sizes)
+        return self.stored.row_order(self.out_sizes)
 
     def of_expert(self, expert: int) -> "Projection":
         """Return the projection of a single expert, from the projection of all experts of a layer."""
         parts = tuple(replace(part, name=part.name.format(expert=expert)) for part in self.parts)
         return replace(self, parts=parts, num_experts=0)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadRows:
-    """The order in which a checkpoint stores the rows of the query, key and value projections. It is needed for
-    checkpoints that interleave the values of a head or the three projections."""
-
-    head_dim: int
-    # For each value of a query or key head, its index in the checkpoint's head; empty: the same order.
-    order: tuple[int, ...] = ()
-    # The number of query heads per KV head, if the checkpoint stores the rows of each KV head together: those of its
-    # query heads, its key rows and its value rows. 0: all query rows come first, then all key rows.
-    group_size: int = 0
-
-    def row_order(self, out_sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the index in the checkpoint for each row of the query, key and value projections. The tuple is
-        empty if the checkpoint stores the rows in the same order. `out_sizes` has the numbers of query, key and
-        value rows."""
-        if not self.order and not self.group_size:
-            return ()
-        size, num_rows, num_stored = self.head_dim, sum(out_sizes), self.group_size + 2
-        heads = range(num_rows // size)
-        num_turned = num_rows - len(heads) // num_stored * size if self.group_size else sum(out_sizes[:2])
-        rows = [*_repeat_order(self.order or tuple(range(size)), num_turned), *range(num_turned, num_rows)]
-        if self.group_size:
-            # All query heads, then all key heads, then all value heads.
-            stored = sorted(heads, key=lambda head: max(head % num_stored - self.group_size, -1))
-            rows = [stored[row // size] * size + row % size for row in rows]
-        return tuple(rows)
 
 
 Weight: TypeAlias = Vector | Table | Projection

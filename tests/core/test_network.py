@@ -12,12 +12,12 @@ from pagewire.network.families import BY_ARCHITECTURE, parse_config
 from pagewire.network.operations import (
     Activate,
     AllReduce,
-    HeadRows,
     LmHead,
     Multiply,
     MultiplyRouted,
     Operation,
     Share,
+    StoredRows,
     last_uses,
     num_elements,
     weights_of,
@@ -142,14 +142,15 @@ def test_impossible_partitions_are_refused() -> None:
 
 def test_heads_are_brought_to_one_order() -> None:
     """Each head has its query, key and value together, and rotates adjacent pairs."""
-    rows = HeadRows(4, order=(0, 2, 1, 3), group_size=1).row_order((24,))
+    rows = StoredRows((0, 2, 1, 3), (4, 4, 4)).row_order((24,))
     queries, keys, values = [0, 2, 1, 3], [4, 6, 5, 7], [8, 9, 10, 11]
     second = [[row + 12 for row in each] for each in (queries, keys, values)]
     assert rows == (*queries, *second[0], *keys, *second[1], *values, *second[2])
-    heads = [row // 2 for row in HeadRows(2, group_size=2).row_order((16,))[::2]]  # two of queries, keys, values
-    assert heads == [0, 1, 4, 5, 2, 6, 3, 7]
-    assert HeadRows(4, order=(3, 2, 1, 0)).row_order((4, 4, 4)) == (3, 2, 1, 0, 7, 6, 5, 4, 8, 9, 10, 11)
-    assert HeadRows(4).row_order((4, 4, 4)) == ()
+    assert StoredRows((3, 2, 1, 0)).row_order((4, 4, 4)) == (3, 2, 1, 0, 7, 6, 5, 4, 8, 9, 10, 11)
+    assert StoredRows().row_order((4, 4, 4)) == ()
+    # Two KV heads of two query heads each, and gates and ups in turn.
+    assert StoredRows(unit=(2, 1, 1)).row_order((8,)) == (0, 1, 4, 5, 2, 6, 3, 7)
+    assert StoredRows(unit=(1, 1)).row_order((6,)) == (0, 2, 4, 1, 3, 5)
 
 
 def test_weights_have_the_names_of_another_checkpoint() -> None:
