@@ -27,6 +27,7 @@ class Network:
     quantization: Quantization | None = None  # the quantisation of the checkpoint's weights
     # Every token attends to all tokens of its sequence, as in embedding models; a window then extends to both sides.
     is_bidirectional: bool = False
+    unused_tokens: tuple[int, ...] = ()  # tokens that are never sampled: their logits are the lowest float32
 
     @property
     def layers(self) -> tuple[AttentionHeads, ...]:
@@ -35,8 +36,8 @@ class Network:
 
     @property
     def heads(self) -> AttentionHeads:
-        """The attention heads of the first layer. All layers have the same heads, except for the size of their sliding
-        windows."""
+        """The attention heads of the first layer. All layers have the same heads, except for their sliding windows and
+        block patterns."""
         return self.layers[0]
 
     @property

@@ -37,9 +37,9 @@ class CpuDecoder:
     """
 
     def __init__(self, model: Decoder, kernels: CpuKernels) -> None:
-        self.compute_logits = model.compute_logits
+        self.compute_logits, self._mask_unused = model.compute_logits, model.mask_unused
         self._communicator = model.communicator
-        self._vocab_size = model.network.vocab_size
+        self._vocab_size, self._has_unused = model.network.vocab_size, bool(model.network.unused_tokens)
         all_reduce = self._communicator.all_reduce if self._communicator.size > 1 else None
         self._kernel = DecoderKernel(kernels, list(_Binding(model, kernels).operations()), all_reduce)
 
@@ -51,10 +51,12 @@ class CpuDecoder:
         assert isinstance(attend, CpuAttend)
         step = (attend.rows, attend.scorings, attend.kv_cache)
         outputs = Outputs(*self._kernel.forward(token_ids, positions, logit_rows, *step), self._kernel.times())
-        if self._communicator.size == 1:
+        if self._communicator.size == 1 and not self._has_unused:
             return outputs
-        logits = self._communicator.all_gather(outputs.logits) if len(logit_rows) else outputs.logits
-        return outputs._replace(logits=logits[:, : self._vocab_size], highest=None)
+        logits = outputs.logits
+        if self._communicator.size > 1 and len(logit_rows):
+            logits = self._communicator.all_gather(logits)
+        return outputs._replace(logits=self._mask_unused(logits[:, : self._vocab_size]), highest=None)
 
 
 class _Binding:

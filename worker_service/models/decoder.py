@@ -77,6 +77,7 @@ class Decoder(nn.Module):
         self.places: list[Place] = []
         for weight in weights_of(network.operations):
             self._hold(weight, "head" if weight == head.head else weight.name)
+        self._unused_tokens: Tensor | None = None  # set by `bind`, if the model has unused tokens
         turns = [operation for operation in before if type(operation) is QkNormRopeStore]
         ropes = {turn.rope: (turn.heads.head_dim, turn.num_positions) for turn in turns if turn.rope is not None}
         self.ropes = [RotaryEmbedding(rope, *sizes) for rope, sizes in ropes.items()]
@@ -123,6 +124,8 @@ class Decoder(nn.Module):
         bound: dict[type, Callable[[Any], Any]] = dict.fromkeys((Vector, Table, Projection), self.holders.__getitem__)
         bound |= dict.fromkeys((RopeConfig, QueryScaling), self.tables.__getitem__)
         self._steps = [(replaced(operation, bound), released) for operation, released in self._before]
+        if self.network.unused_tokens:
+            self._unused_tokens = torch.tensor(self.network.unused_tokens, device=next(self.parameters()).device)
 
     def _values(self, vector: Vector) -> Tensor:
         values = self.get_parameter(vector.name).data
@@ -173,7 +176,13 @@ class Decoder(nn.Module):
             logits.mul_(self._head.factor)
         if self._head.softcap:
             logits.div_(self._head.softcap).tanh_().mul_(self._head.softcap)
-        return logits
+        return self.mask_unused(logits)
+
+    def mask_unused(self, logits: Tensor) -> Tensor:
+        """Set the logits of unused tokens to the lowest float32, in place: [R, vocab_size]. Return the logits."""
+        if self._unused_tokens is None:
+            return logits
+        return logits.index_fill_(1, self._unused_tokens, torch.finfo(torch.float32).min)
 
 
 def _hold_projection(projection: Projection, operations: Operations) -> Linear | ExpertLinear:

@@ -210,8 +210,9 @@ class TextConfig:
         mlp = self.mlp(size, activation=act, has_bias=has_bias, counted="columns of an expert")
         return Experts(chosen, num_experts, mlp)
 
-    def network(self, operations: Iterator[Operation]) -> Network:
-        """Return the complete model, which consists of `operations`."""
+    def network(self, operations: Iterator[Operation], **how: Any) -> Network:
+        """Return the complete model, which consists of `operations`. The keyword arguments `how` set other fields of
+        `Network`."""
         return Network(
             self.architecture,
             tuple(operations),
@@ -219,6 +220,7 @@ class TextConfig:
             self.tie_word_embeddings,
             self.dtype,
             self.quantization,
+            **how,
         )
 
     def model(

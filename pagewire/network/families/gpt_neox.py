@@ -1,20 +1,27 @@
-"""GPT-NeoX (Black et al., 2022, https://arxiv.org/abs/2204.06745) and Pythia.
+"""GPT-NeoX (Black et al., 2022, https://arxiv.org/abs/2204.06745) with Pythia, and StarCoder2 (Lozhkov et al., 2024,
+https://arxiv.org/abs/2402.19173).
 
-By default, attention and the MLP run in parallel on the layer's input. A part of each head is rotated. Queries, keys
-and values are one projection, stored head by head.
+Both have rotary positions, layer norms, a plain MLP, and biases everywhere by default. In GPT-NeoX, attention and the
+MLP run in parallel on the layer's input by default. A part of each head is rotated. Queries, keys and values are one
+projection, stored head by head. StarCoder2 has the same sliding window, if any, in all layers.
 """
 
 from collections.abc import Iterator
 
 from pagewire.network.blocks import activation, embed, layer, lm_head
 from pagewire.network.families.family import Family, TextConfig, head_dim_of, norms_of
-from pagewire.network.families.positions import read_partial_rotary_factor, read_rope, rope_settings
+from pagewire.network.families.positions import (
+    read_equal_windows,
+    read_partial_rotary_factor,
+    read_rope,
+    rope_settings,
+)
 from pagewire.network.families.reading import JsonObject, attention_biases, flag, unserved
 from pagewire.network.network import Network
 from pagewire.network.operations import Add, Operation
 
 
-def _read(config: JsonObject, architecture: str) -> Network:
+def _read_gpt_neox(config: JsonObject, architecture: str) -> Network:
     default_theta = config.get("rotary_emb_base") or 10_000.0
     settings = rope_settings(config, default_theta, config.get("rotary_pct", 0.25))
     share = read_partial_rotary_factor(config, settings, "rotary_pct", 0.25)
@@ -29,10 +36,10 @@ def _read(config: JsonObject, architecture: str) -> Network:
         default_eps=1e-5,
         activations=("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu"),
     )
-    return text.network(_operations(text))
+    return text.network(_gpt_neox(text))
 
 
-def _operations(text: TextConfig) -> Iterator[Operation]:
+def _gpt_neox(text: TextConfig) -> Iterator[Operation]:
     norm = text.norm(is_centered=True, has_bias=True)
     mlp = text.mlp(activation=activation(text.activation, is_gated=False), has_bias=True)
     is_parallel, biases = flag(text.config, "use_parallel_residual", True), attention_biases(text.config, True)
@@ -57,5 +64,30 @@ def _operations(text: TextConfig) -> Iterator[Operation]:
     yield lm_head("embed_out", text.hidden_size, text.vocab_size)
 
 
+def _read_starcoder2(config: JsonObject, architecture: str) -> Network:
+    text = TextConfig.read(
+        config,
+        architecture,
+        windows=read_equal_windows(config, default_window=None),
+        eps_key="norm_epsilon",
+        default_eps=1e-5,
+        activations=("gelu_pytorch_tanh", "gelu", "gelu_new"),
+    )
+    has_bias = flag(config, "use_bias", True)
+    norm = text.norm(is_centered=True, has_bias=True)
+    mlp = text.mlp(activation=activation(text.activation, is_gated=False), has_bias=has_bias)
+
+    def layers(at: int, name: str) -> Iterator[Operation]:
+        attention = text.attention(at, qkv_bias=has_bias, output_bias=has_bias)(f"{name}.self_attn")
+        yield from layer(norm, norms_of(name), attention, mlp(f"{name}.mlp", up=("c_fc",), down="c_proj"))
+
+    return text.model(norm, layers)
+
+
 # Old checkpoints store the causal mask of every layer.
-FAMILY = Family(("GPTNeoXForCausalLM",), _read, ignored=r"\.(rotary_emb\.inv_freq|attention\.(masked_)?bias)$")
+GPT_NEOX = Family(
+    ("GPTNeoXForCausalLM",), _read_gpt_neox, ignored=r"\.(rotary_emb\.inv_freq|attention\.(masked_)?bias)$"
+)
+STARCODER2 = Family(
+    ("Starcoder2ForCausalLM",), _read_starcoder2, defaults={"num_key_value_heads": 2, "tie_word_embeddings": True}
+)

@@ -6,9 +6,7 @@ parametrization (https://arxiv.org/abs/2203.03466). Seed-OSS (ByteDance Seed, 20
 https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Base) has separate settings for the biases of queries, keys and
 values, and for the bias of attention's output. In SmolLM3 (Bakouch et al., 2025, https://huggingface.co/blog/smollm3),
 one layer of four has no positions (NoPE, https://arxiv.org/abs/2501.18795), and only these layers may have a sliding
-window. Phi-3 (Abdin et al., 2024, https://arxiv.org/abs/2404.14219) and Phi-4 store queries, keys and values as one
-projection, and gates and ups as another. Phi-4-mini rotates a part of each head. Phi-3 and Phi-4-mini may extend their
-positions by LongRoPE. Arcee (2025, https://huggingface.co/arcee-ai/AFM-4.5B) has a plain MLP with squared ReLU
+window. Arcee (2025, https://huggingface.co/arcee-ai/AFM-4.5B) has a plain MLP with squared ReLU
 (https://arxiv.org/abs/2109.08668). Dense Granite 4 (2025, https://huggingface.co/ibm-granite/granite-4.0-1b) has
 Granite 3's factors, and may have no positions. Dense Hunyuan V1 (Tencent, 2025,
 https://huggingface.co/tencent/Hunyuan-7B-Instruct) normalizes heads after it has rotated them. Apertus (Swiss AI
@@ -23,10 +21,8 @@ from pagewire.network.families.family import WITHOUT_PREFIX, Family, TextConfig,
 from pagewire.network.families.positions import (
     FULL,
     SLIDING,
-    read_equal_windows,
     read_layer_types,
     read_rope,
-    read_rope_of_phi,
     rope_settings,
     sliding_window,
 )
@@ -124,19 +120,6 @@ def _layers_with_rope(config: JsonObject) -> list[bool]:
     return [bool(has) for has in given]
 
 
-def _read_phi3(config: JsonObject, architecture: str) -> Network:
-    ropes = read_rope_of_phi(config, head_dim_of(config), default_share=1.0)
-    windows = read_equal_windows(config, default_window=None)
-    text = TextConfig.read(config, architecture, ropes=ropes, windows=windows, default_eps=1e-5)
-    norm, mlp = text.norm(), text.mlp()
-
-    def layers(at: int, name: str) -> Iterator[Operation]:
-        attention = text.attention(at)(f"{name}.self_attn", qkv=("qkv_proj",))
-        yield from layer(norm, norms_of(name), attention, mlp(f"{name}.mlp", up=("gate_up_proj",)))
-
-    return text.model(norm, layers)
-
-
 def _read_hunyuan(config: JsonObject, architecture: str) -> Network:
     expect(config, "use_qk_norm", True)
     text = TextConfig.read(_with_scaled_base(config), architecture, default_eps=1e-5)
@@ -179,7 +162,6 @@ SEED_OSS = Family(("SeedOssForCausalLM",), _read_seed_oss, defaults={"num_key_va
 SMOLLM3 = Family(
     ("SmolLM3ForCausalLM",), _read_smollm3, defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}
 )
-PHI3 = Family(("Phi3ForCausalLM",), _read_phi3)
 _XIELU_PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
 APERTUS = Family(
     ("ApertusForCausalLM",),
