@@ -116,6 +116,9 @@ CASES = {
     "gpt_oss, two kinds of layers, small pool, chunks of 100": ParityCase(
         "gpt_oss", {}, 8, {"num_device_blocks": 140, "max_num_batched_tokens": 100}
     ),
+    "phi3small, sparse and dense layers, small pool, chunks of 100": ParityCase(
+        "phi3small", {}, 16, {"num_device_blocks": 70, "max_num_batched_tokens": 100}
+    ),
     "glm4_moe, groups of experts, chunks of 64": ParityCase("glm4_moe", {}, 8, {"max_num_batched_tokens": 64}),
 }
 

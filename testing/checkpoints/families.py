@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import transformers
 
+from testing.checkpoints import phi3small
+
 FIRST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 FAMILIES = (
     *FIRST_FAMILIES,
@@ -47,6 +49,7 @@ FAMILIES = (
     "hunyuan_v1_dense",
     "ernie4_5_moe",
     "apertus",
+    "phi3small",
 )
 
 DECODER = {
@@ -155,6 +158,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "olmo": {**PLAIN_HEADS, "clip_qkv": 1.0},
     "falcon": {"vocab_size": 151, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "phi3small": phi3small.SMALL,
     "phimoe": {**DECODER, "num_local_experts": 4, "router_jitter_noise": 0.3},
     "hunyuan_v1_dense": {
         **DECODER,

@@ -39,6 +39,7 @@ TOGETHER = {
     "sliding_window": {"layer_types"},
     "use_sliding_window": {"layer_types", "sliding_window"},
     "num_local_experts": {"num_experts"},
+    "vocab_size": {"dummy_token_indices"},
 }
 # Keys that belong to a type of scaling that the family does not support.
 TOGETHER |= {

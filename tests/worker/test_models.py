@@ -88,6 +88,16 @@ def phimoe_longrope(original):
     return {**settings, "max_position_embeddings": 128}
 
 
+PHI3_SMALL_LONGROPE = {
+    "rope_scaling": {
+        "type": "su",
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + 0.3 * i for i in range(8)],
+        "short_mscale": 1.1,
+        "long_mscale": 1.3,
+    }
+}
 SPREAD = {"head_dim": 24, "num_key_value_heads": 1}  # heads whose rotated part is three quarters of a power of two
 SLIDING, FULL = "sliding_attention", "full_attention"
 KINDS = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
@@ -152,6 +162,13 @@ VARIANTS = [
     ("minimax_m2", {"rotary_dim": 16, "num_key_value_heads": 1, **TIED}),
     ("dots1", {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "first_k_dense_replace": 0, **BIASES}),
     ("olmo", {"clip_qkv": None, "attention_bias": True, **TIED}),
+    ("phi3small", {**PHI3_SMALL_LONGROPE, "num_key_value_heads": 1, "blocksparse_homo_head_pattern": True}),
+    (
+        "phi3small",
+        {"mup_use_scaling": False, "mup_embedding_multiplier": None, "gegelu_limit": None, "num_hidden_layers": 3},
+    ),
+    ("phi3small", {"dense_attention_every_n_layers": None, "ff_intermediate_size": None, "ff_dim_multiplier": 1}),
+    ("phi3small", {"tie_word_embeddings": False, "dummy_token_indices": None, "num_key_value_heads": 4}),
     ("falcon", {"multi_query": False, "bias": True, "parallel_attn": False, "tie_word_embeddings": False}),
     ("falcon", {"ffn_hidden_size": 80, "num_attention_heads": 2}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),

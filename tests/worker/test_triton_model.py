@@ -50,6 +50,16 @@ def test_greedy_tokens_equal_those_of_transformers(family, backend, tmp_path):
     check_tokens(path, make_runner(path, backend, CudaDevice(DEVICE) if DEVICE.type == "cuda" else None))
 
 
+@pytest.mark.parametrize("homo", [False, True])
+def test_block_sparse_layers_at_the_edges_of_their_blocks(homo, tmp_path, monkeypatch):
+    """Two heads share a KV head and attend to different blocks, unless they are `homo`."""
+    record_launches(monkeypatch)
+    changes = {"blocksparse_homo_head_pattern": homo, "blocksparse_vert_stride": 2, "num_hidden_layers": 2}
+    path = make_checkpoint(tmp_path, "phi3small", seed=7, **SHAPES["phi3small"], **changes)
+    device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else FakeDevice(seed=13)
+    check_tokens(path, make_runner(path, device=device), (62, 190), 64)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe", "gpt_oss"])
 def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path, monkeypatch):
     record_launches(monkeypatch)

@@ -84,13 +84,14 @@ def reference_tokens(path, prompt):
     return output[0, len(prompt) :].tolist()
 
 
-def check_tokens(path, runner):
+def check_tokens(path, runner, lengths=(1, 33), budget=20):
+    """Compare greedy tokens after random prompts of these lengths. A step has at most `budget` tokens."""
     rng = random.Random(11)
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 33)]
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
     outputs = [[] for _ in prompts]
     rows = [Row(prompt, NUM_OUTPUT_TOKENS) for prompt in prompts]
     runner.reset(epoch=1)
-    for step in plan_steps(rows, block_size=BLOCK_SIZE, max_num_batched_tokens=20):
+    for step in plan_steps(rows, block_size=BLOCK_SIZE, max_num_batched_tokens=budget):
         result = runner.execute(step.plan)
         assert result.statuses == ()
         for slot, token_id in zip(step.sampling_slots, result.token_ids, strict=True):
