@@ -29,8 +29,9 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
         float32. Among equal scores the lower id is chosen.
     """
     scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
-    # Ranking by logits gives the same order as the softmax, whose rounding could make different logits equal.
-    ranked = logits if routing.scoring != "sigmoid" and correction is None else scores
+    # Ranking by logits gives the same order as by scores, whose rounding could make different logits equal.
+    has_groups = routing.scoring == "sigmoid" and routing.num_groups > 1  # whose scores are added up
+    ranked = scores if has_groups or correction is not None else logits
     if correction is not None:
         ranked = ranked + correction
     if routing.num_groups > 1:

@@ -288,7 +288,7 @@ def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, max_dis
         scores = tl.div_rn(tl.full(logit.shape, 1.0, tl.float32), 1.0 + tl.exp(-logit))
     ranked = scores
     if correction is None:
-        if not IS_SIGMOID:  # rank by logits: rounding in softmax could make different logits equal
+        if not IS_SIGMOID or SHAPE.num_groups == 1:  # rank by logits: rounding could make different scores equal
             ranked = logit
     else:
         ranked += tl.load(correction + experts, mask=is_expert, other=0.0)

@@ -69,8 +69,9 @@ class Attention:
     num_positions: int
     qkv_bias: bool = False
     output_bias: bool = False
-    # RMS norm of queries and keys: over each head, or over all heads. Or a layer norm per head, with its own weight.
-    qk_norm: Literal["none", "head", "projection", "layer_norm"] = "none"
+    # RMS norm of queries and keys: over each head, the same without weight, or over all heads. Or a layer norm of each
+    # head, with its own weight.
+    qk_norm: Literal["none", "head", "unweighted", "projection", "layer_norm"] = "none"
     norm_eps: float = 0.0
     norm_adds_one: bool = False
     rotates_first: bool = False  # heads are rotated before they are normalized, not after
@@ -136,11 +137,11 @@ class Attention:
         size, adds_one = self.heads.head_dim, self.norm_adds_one
         if self.qk_norm == "none":
             return None
-        values = Share.of(size)
-        if self.qk_norm != "head":
+        values, is_stored = Share.of(size), self.qk_norm != "unweighted"
+        if self.qk_norm in ("projection", "layer_norm"):
             values = Share.of(num_heads * size, size, "heads", is_repeated=True)
         own_dim = size if self.qk_norm == "layer_norm" else 0
-        return Vector(f"{name}.weight", values, adds_one, adds_one, head_order=order, row_size=own_dim)
+        return Vector(f"{name}.weight", values, adds_one, adds_one, is_stored, own_dim, order)
 
 
 def _of_heads(size: int, head_dim: int) -> Share:
@@ -234,6 +235,7 @@ class Experts:
         *,
         router_bias: bool = False,
         correction: Vector | None = None,
+        weighs_input: bool = False,
         source: str = "normed",
         target: str = "update",
     ) -> Iterator[Operation]:
@@ -243,16 +245,22 @@ class Experts:
 
         `router` is the name of the router's module. `name` is the name of the experts' modules, with `{expert}` for the
         number of the expert. `up` and `down` are names within an expert's module, as in `Mlp`. `correction` is added to
-        the router's scores for the choice of experts, but not for their weights.
+        the router's scores for the choice of experts, but not for their weights. With `weighs_input`, a token has a
+        single expert, whose input is multiplied by the weight instead of its output.
         """
         num_experts, chosen = self.num_experts, self.routing.num_chosen
         yield Multiply(source, "router_logits", whole(router, self.mlp.hidden_size, num_experts, has_bias=router_bias))
         yield RouteTopK("router_logits", "routes", self.routing, correction)
+        slots = "down_slots"
+        if weighs_input:
+            yield CombineExperts(source, "weighted", "routes")
+            source, slots = "weighted", target
         yield MultiplyRouted(source, "up_slots", "routes", self.mlp.up(name, up, num_experts=num_experts))
         yield replace(self.mlp.activation, input="up_slots", output="activated_slots", num_parts=chosen)
         downs = self.mlp.down(name, down, num_experts=num_experts)
-        yield MultiplyRouted("activated_slots", "down_slots", "routes", downs)
-        yield CombineExperts("down_slots", target, "routes")
+        yield MultiplyRouted("activated_slots", slots, "routes", downs)
+        if not weighs_input:
+            yield CombineExperts(slots, target, "routes")
 
     def correction(self, name: str, *, is_row: bool = False) -> Vector:
         """Return the correction of the router's scores that the checkpoint stores under `name`: one number per expert,

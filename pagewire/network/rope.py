@@ -59,8 +59,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """A factor by which attention queries grow with their position: 1 + beta * log(1 + floor(position /
+    """A factor by which attention queries grow with their position: 1 + beta * log(1 + floor((position + offset) /
     num_positions)). This is the attention temperature of Llama 4 (https://arxiv.org/abs/2501.19399)."""
 
     beta: float
     num_positions: int
+    offset: int = 0

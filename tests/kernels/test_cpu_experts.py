@@ -90,10 +90,11 @@ def test_of_equal_scores_the_lower_id_is_chosen(variant):
     check_routing(variant, logits, ExpertRouting(4, scoring="sigmoid"))
 
 
-def test_logits_that_the_softmax_makes_equal_are_told_apart(variant):
+def test_logits_that_scoring_makes_equal_are_told_apart(variant):
     logits = torch.full((1, 20), -200.0)
     logits[0, 0], logits[0, 11] = 0.0, -199.0
     check_routing(variant, logits, ExpertRouting(2))
+    check_routing(variant, torch.tensor([[40.0, 60.0, -50.0, 50.0]]), ExpertRouting(2, "sigmoid"))
 
 
 def test_all_experts_may_be_chosen(variant):

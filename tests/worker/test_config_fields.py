@@ -59,6 +59,7 @@ VALUES: dict[str, list[Any]] = {
     "vocab_size": [97],
     "num_key_value_heads": [1, 4],
     "num_ln_in_parallel_attn": [1],
+    "moe_layers": [[0], []],
     "logit_scale": [0.5],
     "norm_type": ["layernorm"],
 }

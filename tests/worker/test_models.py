@@ -14,7 +14,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from pagewire.network.checkpoint_files import CheckpointError
-from pagewire.network.families import parse_config
+from pagewire.network.families import parse_config, text_settings
 from pagewire.network.operations import Part, Projection, Share
 from pagewire.network.source import load_config
 from testing import models
@@ -66,6 +66,8 @@ LINEAR = rope("linear", factor=4.0)
 LLAMA3 = rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=48, theta=500.0
 )
+# As in Llama 4 Scout, no frequencies are blended.
+STEP = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=48)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=256)
 YARN_BETAS = rope(
     "yarn", factor=8.0, original_max_position_embeddings=128, beta_fast=6.0, beta_slow=0.5, truncate=False,
@@ -180,6 +182,8 @@ VARIANTS = [
     ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 1, "tie_word_embeddings": False}),
     ("apertus", {**LLAMA3, "attention_bias": True, **TIED, "num_key_value_heads": 1}),
     ("hunyuan_v1_dense", {**YARN_BETAS, **SPREAD, **BIASES, **TIED}),
+    ("llama4_text", {"moe_layers": [], "use_qk_norm": False, "attn_temperature_tuning": False, **BIASES, **TIED}),
+    ("llama4_text", {"moe_layers": None, "interleave_moe_layer_step": 2, "no_rope_layers": [0, 1, 1, 0], **STEP}),
     ("bloom", {"n_head": 7, "hidden_size": 56, "tie_word_embeddings": False}),
     ("mpt", {"n_heads": 5, "d_model": 80, "attn_config": {}, "tie_word_embeddings": False}),
     ("mpt", {"n_heads": 1, "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.4}}),
@@ -314,6 +318,25 @@ def test_the_text_model_of_qwen_vl(load_model, tmp_path, family, text, vision, i
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
 
 
+def test_the_text_model_of_llama4(load_model, tmp_path):
+    vision = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 32, "patch_size": 8, "vision_output_dim": 16, "projector_output_dim": 16}
+    text = {**DEFAULTS["llama4_text"], **NO_SPECIAL_TOKENS}
+    config = transformers.Llama4Config(text_config=text, vision_config={**vision, "projector_input_dim": 16})
+    model = transformers.Llama4ForConditionalGeneration(config).eval()
+    draw_weights(model, seed=11)
+    model.save_pretrained(tmp_path)
+    token_ids = random_tokens()
+    with torch.inference_mode():
+        expected = model.language_model(token_ids[None]).logits[0]
+    loaded = load_model(tmp_path, dtype=torch.float32, device=CPU)
+    actual = compute_logits(loaded, token_ids)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+    assert loaded.network.max_position_embeddings == text["attention_chunk_size"]
+    settings, length_key = text_settings(read_config(tmp_path))
+    assert settings[length_key] == text["attention_chunk_size"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_weights_in_float64_are_computed_in_float32(load_model, tmp_path, dtype):
     path, token_ids = make_checkpoint(tmp_path, "llama", seed=11), random_tokens()
@@ -342,6 +365,8 @@ def test_bfloat16_is_within_its_rounding_of_transformers(load_model, tmp_path, f
     Any rounding may change the choice of experts, so all experts are chosen.
     """
     chosen = {"num_experts_per_tok": NUM_EXPERTS[family]} if family in NUM_EXPERTS else {}
+    if family == "llama4_text":
+        chosen = {"num_local_experts": 1}
     if family == "phimoe":  # both experts get weight 1
         chosen = {"num_local_experts": 2, "router_jitter_noise": 1e-6}
     if family in ("glm4_moe", "dots1"):
@@ -435,7 +460,7 @@ def test_slopes_are_those_of_transformers(tmp_path, num_heads, bias_max):
     torch.testing.assert_close(slopes["bloom"], build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1])
 
 
-@pytest.mark.parametrize("family", sorted(NUM_EXPERTS.keys() - {"gpt_oss"}))
+@pytest.mark.parametrize("family", sorted(NUM_EXPERTS.keys() - {"gpt_oss", "llama4_text"}))
 def test_experts_that_are_one_tensor(load_model, tmp_path, family):
     """transformers 5 can write such files; published files store each expert separately."""
     path = make_checkpoint(tmp_path / "each", family, seed=17)
@@ -738,6 +763,13 @@ def test_positions_served(tmp_path):
         ("ernie4_5_moe", {"moe_k": 9}, r"moe_k is 9, but must be at most moe_num_experts, 8"),
         ("apertus", {"post_norm": True}, r"post_norm is true, but must be false"),
         ("hunyuan_v1_dense", {"use_qk_norm": False}, r"use_qk_norm is false, but must be true"),
+        ("llama4_text", {"num_experts_per_tok": 2}, r"num_experts_per_tok is 2, but must be 1"),
+        ("llama4_text", {"moe_layers": "all"}, r'moe_layers is "all", but must be a list of layer numbers'),
+        ("llama4_text", YARN, r'rope_type is "yarn", but must be default, linear or llama3'),
+        ("phimoe", {"num_experts_per_tok": 1}, r"num_experts_per_tok is 1, but must be 2 for PhimoeForCausalLM"),
+        ("phimoe", {"lm_head_bias": True, **TIED}, r"tie_word_embeddings is true, but must be false"),
+        ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, r"parallel_attn is false, but must be"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, r"num_ln_in_parallel_attn is 2, but must be a whole number from 1"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is true, but must be f"),
         ("gpt2", {"activation_function": "relu"}, r'activation_function is "relu", but must be one of gelu'),
         ("gpt2", {"n_embd": 65}, r"n_embd is 65, but must be a multiple of 4"),

@@ -84,7 +84,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def query_scales(growth: QueryScaling, positions: Tensor) -> Tensor:
     """Return the factor by which the query at each token position is multiplied before attention, [T] float32. The
     factors grow with the position. This is the attention temperature of Llama 4 (https://arxiv.org/abs/2501.19399)."""
-    return 1 + growth.beta * torch.log1p((positions // growth.num_positions).float())
+    return 1 + growth.beta * torch.log1p(((positions + growth.offset) // growth.num_positions).float())
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
@@ -112,7 +112,7 @@ def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
     low_wavelength = config.original_max_position_embeddings / config.low_freq_factor
     high_wavelength = config.original_max_position_embeddings / config.high_freq_factor
     blend = config.original_max_position_embeddings / wavelengths - config.low_freq_factor
-    blend = blend / (config.high_freq_factor - config.low_freq_factor)
+    blend = blend / (config.high_freq_factor - config.low_freq_factor or 1.0)  # Llama 4 Scout: nothing is blended
     blended = (1 - blend) * frequencies / config.factor + blend * frequencies
     slowed = torch.where(wavelengths > low_wavelength, frequencies / config.factor, blended)
     return torch.where(wavelengths < high_wavelength, frequencies, slowed)

@@ -89,8 +89,9 @@ static NOINLINE void route_tokens(const expert_routing* c, const float* logits, 
   for (int64_t i = 0; i < (c->num_experts + LANES - 1) / LANES * LANES; i++)
     padded[i] = i < c->num_experts ? logits[i] : -INFINITY;
   score_experts(c, padded, scores);
-  // The softmax is monotonic, but rounding could make the scores of different logits equal.
-  const float* ranked = c->scoring != SCORING_SIGMOID && !c->correction ? padded : scores;
+  // Scores are monotonic, but rounding could make the scores of different logits equal. Scores of groups are added up.
+  const int has_groups = c->scoring == SCORING_SIGMOID && c->num_groups > 1;
+  const float* ranked = has_groups || c->correction ? scores : padded;
   for (int64_t i = 0; i < c->num_experts; i++) {
     const float rank = ranked[i] + (c->correction ? c->correction[i] : 0.0f);
     ranks[i] = isnan(rank) ? INFINITY : rank;  // a NaN is chosen, so that it reaches the output

@@ -12,12 +12,20 @@ Granite 3's factors, and may have no positions. Dense Hunyuan V1 (Tencent, 2025,
 https://huggingface.co/tencent/Hunyuan-7B-Instruct) normalizes heads after it has rotated them. Apertus (Swiss AI
 Initiative, 2025, https://arxiv.org/abs/2509.14233) normalizes them before, and has a plain MLP with the activation
 xIELU.
+
+Llama 4 (Meta, 2025, https://ai.meta.com/blog/llama-4-multimodal-intelligence/) rotates heads in pairs of neighbours,
+and normalizes rotated queries and keys. One layer of four has no positions; there, queries may grow with their
+position. Some or all layers have a shared expert, and one expert per token, whose input is multiplied by its sigmoid
+score. Layers with positions attend within chunks of `attention_chunk_size` tokens. Sequences are at most as long as a
+chunk here, so that all layers attend to all preceding positions.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from pagewire.network.blocks import activation, layer
-from pagewire.network.families.family import WITHOUT_PREFIX, Family, TextConfig, head_dim_of, norms_of
+from pagewire.common.gguf import is_whole
+from pagewire.network.blocks import activation, layer, shared_expert
+from pagewire.network.families.family import WITHOUT_PREFIX, Family, TextConfig, head_dim_of, inside, norms_of
 from pagewire.network.families.positions import (
     FULL,
     SLIDING,
@@ -38,6 +46,8 @@ from pagewire.network.families.reading import (
 )
 from pagewire.network.network import Network
 from pagewire.network.operations import Activate, Operation, Share, Vector
+from pagewire.network.rope import QueryScaling
+from pagewire.network.stacks import STACKS
 
 
 def _read_llama(config: JsonObject, architecture: str) -> Network:
@@ -107,6 +117,52 @@ def _read_smollm3(config: JsonObject, architecture: str) -> Network:
         windows=tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types),
     )
     return text.llama(**attention_biases(config), has_mlp_bias=flag(config, "mlp_bias", False))
+
+
+def _read_llama4(config: JsonObject, architecture: str) -> Network:
+    has_rope = _layers_with_rope({**config, "no_rope_layers": config.get("no_rope_layers") or None})
+    read_layer_types(config, [FULL] * len(has_rope), (FULL, "chunked_attention"))
+    (rope, *_), _ = read_rope(config, default_theta=500_000.0, is_interleaved=True)
+    if rope is not None and rope.attention_factor != 1:
+        raise unserved("rope_type", rope.rope_type, "default, linear or llama3")
+    ropes = tuple(rope if has else None for has in has_rope)
+    text = TextConfig.read(config, architecture, ropes=(ropes, positive(config, _CHUNK, 8192)), default_eps=1e-5)
+    growth = None
+    if config.get("attn_temperature_tuning", True):
+        beta, interval = number(config, "attn_scale", 0.1), positive(config, "floor_scale", 8192)
+        growth = QueryScaling(beta, interval, offset=1)
+    qk_norm, biases = "unweighted" if flag(config, "use_qk_norm", True) else "none", attention_biases(config)
+    norm, mlp = text.norm(), _llama4_mlp(text)
+
+    def layers(at: int, name: str) -> Iterator[Operation]:
+        how = {"qk_norm": qk_norm} if has_rope[at] else {"growth": growth}
+        attention = text.attention(at, **biases, **how)(f"{name}.self_attn")
+        yield from layer(norm, norms_of(name), attention, mlp(at, f"{name}.feed_forward"))
+
+    return text.model(norm, layers)
+
+
+def _llama4_mlp(text: TextConfig) -> Callable[[int, str], Iterator[Operation]]:
+    """Return a function that yields the operations of a layer's MLP or experts, given the layer's number and the MLP's
+    name."""
+    config, step = text.config, positive(text.config, "interleave_moe_layer_step", 1)
+    moe_layers = config.get("moe_layers")
+    moe_layers = list(range(step - 1, text.num_layers, step)) if moe_layers is None else moe_layers
+    if not isinstance(moe_layers, list) or not all(map(is_whole, moe_layers)):
+        raise unserved("moe_layers", moe_layers, "a list of layer numbers")
+    if config.get("num_experts_per_tok") != 1:
+        raise unserved("num_experts_per_tok", config.get("num_experts_per_tok"), "1")
+    dense = text.mlp(positive(config, "intermediate_size_mlp", 16_384))
+    experts = text.experts("num_local_experts", "intermediate_size", scoring="sigmoid", renormalizes=False)
+
+    def mlp(at: int, name: str) -> Iterator[Operation]:
+        if at in moe_layers:
+            yield from experts(f"{name}.router", f"{name}.experts.{{expert}}", weighs_input=True)
+            yield from shared_expert(text.mlp(), f"{name}.shared_expert")
+        else:
+            yield from dense(name)
+
+    return mlp
 
 
 def _layers_with_rope(config: JsonObject) -> list[bool]:
@@ -182,3 +238,18 @@ HUNYUAN = Family(
     renamings=tuple((*_HUNYUAN_NORMS, *prefix) for prefix in ((), WITHOUT_PREFIX)),
     model_type="hunyuan_v1_dense",
 )
+_CHUNK = "attention_chunk_size"
+LLAMA4 = Family(
+    ("Llama4ForCausalLM",),
+    _read_llama4,
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 16,
+        _CHUNK: 8192,
+    },
+    length_key=_CHUNK,
+    stacks={name: replace(stack, is_transposed=True) for name, stack in STACKS.items()},
+)
+LLAMA4_TEXT = inside(LLAMA4, "Llama4ForConditionalGeneration", ("llama4_text",), is_tied=False)

@@ -281,8 +281,8 @@ def _read_settings(rope: JsonObject, max_position_embeddings: int, default_theta
     original = positive(rope, ORIGINAL, max_position_embeddings)
     if rope_type == "llama3":
         low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
-        if high <= low:
-            raise unserved("high_freq_factor", high, f"above low_freq_factor, {low:g}")
+        if high < low:
+            raise unserved("high_freq_factor", high, f"at least low_freq_factor, {low:g}")
         return RopeConfig("llama3", theta, factor, original, low, high), max_position_embeddings
     if theta == 1.0:
         raise unserved("rope_theta", theta, "a number other than 1 with yarn")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pagewire.kernels import experts as specification
 from pagewire.kernels.triton import experts
 from pagewire.network.expert_routing import ExpertRouting
 from testing.kernel_checks.experts import PHI_MOE, Layer, check_layer, check_product, check_routing
@@ -42,6 +43,14 @@ def test_requested_number_of_experts_is_chosen_for_any_logits(device, routing):
     ids, _ = experts.route_tokens(logits.to(device), routing)
     assert ids[[0, 1, 2]].tolist() == [[0, 1, 2]] * 3
     assert ids[3].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_experts_with_equal_scores_are_ranked_by_their_logits(device, scoring):
+    logits = torch.tensor([[40.0, 60.0, -50.0, 50.0]], device=device)
+    for route in (experts.route_tokens, specification.route_tokens):
+        ids, _ = route(logits, ExpertRouting(2, scoring))
+        assert ids.tolist() == [[1, 3]]
 
 
 @pytest.mark.parametrize("highest", [-200.0, 200.0])
