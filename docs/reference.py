@@ -30,7 +30,7 @@ from prometheus_client.metrics_core import Metric
 
 from bench.gpu.results_page import tables
 from docs.kinds import architectures_table, ranking_table
-from pagewire.common.gguf import SUPPORTED_TYPES
+from pagewire.common.gguf import ARCHITECTURES, SUPPORTED_TYPES
 from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.common.wire.transport.tls import Life
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
@@ -207,7 +207,12 @@ def migrating_page() -> str:
 
 def models_page() -> str:
     text = (FOLDER / "models.md").read_text(encoding="utf-8")
-    parts = {"kinds of models": ranking_table(), "architectures": architectures_table(), "weights": _formats_table()}
+    parts = {
+        "kinds of models": ranking_table(),
+        "architectures": architectures_table(),
+        "weights": _formats_table(),
+        "GGUF files": _gguf_table(),
+    }
     for name, part in parts.items():
         text = with_part(text, name, part)
     return text
@@ -357,6 +362,14 @@ def _grown_layouts() -> Iterable[tuple[str, list[str]]]:
         if form is not None and form.num_bytes(MEASURED, MEASURED) > MAX_GROWTH * size:
             grown[f"{form.bits}-bit codes"].append(name)
     return grown.items()
+
+
+def _gguf_table() -> str:
+    """Return the table of the architectures and tensor types of GGUF files, from the code's own lists."""
+    architectures = ", ".join(f"`{name}`" for name in sorted(ARCHITECTURES))
+    types = ", ".join(sorted(element_type.name for element_type in SUPPORTED_TYPES.values()))
+    rows = [f"| architectures | {architectures} |", f"| types | {types}, also mixtures such as Q4_K_M |"]
+    return "\n".join(["| GGUF file | supported |", "|---|---|", *rows])
 
 
 def _foreign_table(options: Mapping[str, Foreign]) -> str:
