@@ -60,9 +60,18 @@ class Step:
     query_start_loc: list[int]
 
     def check(
-        self, cpu_kernels, *, tolerance=None, num_threads=None, window=0, alibi_slopes=None, softcap=0.0, sinks=None
+        self,
+        cpu_kernels,
+        *,
+        tolerance=None,
+        num_threads=None,
+        window=0,
+        alibi_slopes=None,
+        softcap=0.0,
+        sinks=None,
+        is_bidirectional=False,
     ):
-        scoring = Scoring(self.query.shape[-1] ** -0.5, window, alibi_slopes, softcap, sinks)
+        scoring = Scoring(self.query.shape[-1] ** -0.5, window, alibi_slopes, softcap, sinks, is_bidirectional)
         rows = (self.block_tables, self.seq_lens, self.query_start_loc, scoring)
         # In float64, so that the tolerance covers only the kernels' rounding.
         expected = reference.paged_attention(self.query.double(), self.key_cache, self.value_cache, *rows)
@@ -73,6 +82,7 @@ class Step:
         if tolerance is None:
             tolerance = TOLERANCES[self.query.dtype]
         torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=0, atol=tolerance)
+        return actual
 
 
 def make_step(
@@ -195,6 +205,18 @@ def test_windows_read_nothing_before(cpu_kernels, window):
     step = make_step(random.Random(5), lengths, **shape, window=window)
     step.check(cpu_kernels, window=window)
     step.check(cpu_kernels, window=window, num_threads=8)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("window", [0, 1, 2, 63, 64, 300])
+def test_rows_that_attend_in_both_directions(cpu_kernels, window, dtype):
+    shape = {"head_dim": 32, "group": 2, "num_kv_heads": 2, "block_size": 16, "dtype": dtype}
+    step = make_step(random.Random(13), [(0, 300), (0, 1), (0, 16), (0, 65), (0, 17)], **shape)
+    outputs = [
+        step.check(cpu_kernels, window=window, num_threads=num, is_bidirectional=True, softcap=2.0) for num in (1, 2, 8)
+    ]
+    assert outputs[0].equal(outputs[1])
+    assert outputs[0].equal(outputs[2])
 
 
 @pytest.mark.parametrize("window", [0, 40])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from pagewire import AsyncClient, SamplingParams
+from pagewire import AsyncClient, InvalidRequest, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
@@ -74,6 +74,41 @@ async def test_embeddings_equal_transformers_and_are_bit_identical_in_batches(
     num_cached = [embedding.usage.cached_tokens for embedding in (*alone, *together)]
     assert (max(num_cached) > 0) == (mode == LAST)
     assert (loads.num_running, loads.num_waiting, loads.num_held_blocks) == (0, 0, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("family", "settings", "num_ranks"),
+    [
+        ("qwen2", {"is_causal": False}, 1),
+        ("qwen2", {"is_causal": False}, 2),
+        ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": 20}, 1),
+    ],
+)
+async def test_bidirectional_models_compute_prompts_whole(
+    family: str, settings: dict[str, object], num_ranks: int, tmp_path: Path
+) -> None:
+    path = write_pooling(make_checkpoint(tmp_path / "model", family, seed=4), LAST)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | settings))
+    model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
+    prompts = oracle.random_prompts(8, VOCAB_SIZE, LENGTHS)
+    prompts += [prompts[-1][:300] + prompts[3], prompts[-1]]
+    limits = ["--max-num-batched-tokens", 500, "--block-size", 8, "--num-device-blocks", 150]
+    with running(path, num_ranks=num_ranks, worker=["--dtype", "float32", *limits]) as system:
+        async with AsyncClient(system.url) as client:
+            alone = [await client.embed(prompt_token_ids=prompt) for prompt in prompts]
+            together = await client.embed(prompts)
+            with pytest.raises(
+                InvalidRequest, match=r"this server allows 501 .* shorten the prompt to 500 tokens or less"
+            ):
+                await client.embed(prompt_token_ids=[1] * 501)
+            with pytest.raises(InvalidRequest, match="generates no text; ask for embeddings"):
+                await client.complete(prompt_token_ids=[1], max_tokens=1)
+    for prompt, one, other in zip(prompts, alone, together, strict=True):
+        assert one.values == other.values
+        assert one.values == pytest.approx(expected_embedding(model, prompt, LAST), abs=MARGIN)
+        assert one.usage.cached_tokens == other.usage.cached_tokens == 0
 
 
 async def test_ranks_make_the_embeddings_of_one(tmp_path: Path) -> None:

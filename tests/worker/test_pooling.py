@@ -127,12 +127,14 @@ BIDIRECTIONAL = {
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("family", BIDIRECTIONAL)
-def test_tokens_of_bidirectional_models_attend_to_later_tokens(tmp_path: Path, family: str, backend: str) -> None:
+def test_tokens_of_bidirectional_models_attend_to_later_tokens(
+    tmp_path: Path, family: str, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = make_checkpoint(tmp_path, family, seed=9)
     causal = load(path, dtype="float32")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | BIDIRECTIONAL[family]))
-    worker = load(path, dtype="float32", attention_backend=backend)
+    worker = load(path, dtype="float32", attention_backend=backend, max_num_batched_tokens=1000)
     model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
     rows = [(prompt, pooling) for prompt in random_prompts(23, (1, 2, 17, 64, 300)) for pooling in POOLINGS]
     together = embed(worker, rows, 2048)
@@ -142,6 +144,7 @@ def test_tokens_of_bidirectional_models_attend_to_later_tokens(tmp_path: Path, f
         assert len(prompt) == 1 or abs(numbers - np.frombuffer(other, "<f4")).max() > 1e-3, "computed causally"
     assert [embed(worker, [row], 2048)[0] for row in rows] == together, "other bits alone"
     assert worker.ready.is_bidirectional
+    assert "prompts of more than 1000 tokens are refused: raise --max-num-batched-tokens" in caplog.text
     with pytest.raises(WorkerProtocolError, match="slot 0 is to compute 60 of 64 tokens; this model's tokens attend"):
         embed(worker, rows[6:7], 60)
     info = read_model_info(str(path))

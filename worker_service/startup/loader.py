@@ -156,6 +156,8 @@ def _build_worker(
     """
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
     log_reduced_sizes(assembly.config, sizes)
+    if assembly.network.is_bidirectional:
+        log_longest_prompt(assembly.config.max_num_batched_tokens, assembly.max_model_len)
     log_size(assembly.shape, num_device_blocks, assembly.max_model_len, assembly.network.sliding_window)
     grammars, grammar_version = start.finish()
     runner, cache = _allocate(replace(assembly, grammars=grammars), num_device_blocks, num_host_blocks)
@@ -555,6 +557,17 @@ def log_reduced_sizes(config: WorkerConfig, sizes: PoolSize) -> None:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.max_num_batched_tokens,
+        )
+
+
+def log_longest_prompt(max_num_batched_tokens: int, max_model_len: int) -> None:
+    """Log a warning if prompts of a bidirectional model may be longer than a step, which must compute them whole."""
+    if max_num_batched_tokens < max_model_len - 1:
+        logger.warning(
+            "the model computes a prompt in one step, so prompts of more than %d tokens are refused: raise "
+            "--max-num-batched-tokens; max_model_len is %d",
+            max_num_batched_tokens,
+            max_model_len,
         )
 
 
