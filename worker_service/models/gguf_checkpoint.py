@@ -13,7 +13,7 @@ from pagewire.kernels.weight import StoredFormat, StoredWeight
 from pagewire.network.checkpoint_files import CheckpointError
 from pagewire.network.gguf_files import open_gguf
 from worker_service.models.checkpoint import FLOATS, Piece, Tensors
-from worker_service.models.gguf_names import names_of
+from worker_service.models.gguf_names import GgufNames
 from worker_service.models.layouts.gguf import BLOCKS, decode_rows, is_finite
 
 _IN_CONFIG = frozenset({"rope_freqs.weight", *ROPE_FACTORS.values()})  # tensors that describe the rope, not weights
@@ -43,18 +43,16 @@ class GgufCheckpoint(Tensors):
     is_exact = True
 
     def __init__(self, path: Path) -> None:
-        """Read the header of the GGUF file `path`. Raises CheckpointError if the file is not a supported GGUF file."""
+        """Read the header of the GGUF file `path`, which `load_config` accepts. Raises CheckpointError if the file is
+        not a supported GGUF file."""
         self._file = open_gguf(path)
-        architecture = self._file.metadata.get("general.architecture", "")
-        self._names = names_of(architecture)
+        architecture = self._file.metadata["general.architecture"]
+        self._architecture, self._names = ARCHITECTURES[architecture], GgufNames(architecture)
         names = self._file.tensors.keys() - _IN_CONFIG
         self._sources = {ours: source for name in sorted(names) for ours, source in self._contained_tensors(name)}
         self.names = frozenset(self._sources)
         self.formats = tuple(sorted({info.type_name for info in self._file.tensors.values()} - FLOATS.keys()))
-        described = ARCHITECTURES.get(architecture)
-        self._adds_one = described is not None and described.adds_one_to_norms
-        is_turned = described is not None and described.pairs_neighbours
-        self._turned_rows = config_json(self._file)["head_dim"] if is_turned else 0
+        self._turned_rows = config_json(self._file)["head_dim"] if self._architecture.pairs_neighbours else 0
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
         """Return the format in which a weight with `in_size` inputs can be kept in memory as the file stores it. Return
@@ -146,7 +144,9 @@ class GgufCheckpoint(Tensors):
                 torch.frombuffer(buffer, dtype=FLOATS[element_type.name].element).view(shape), head_dim
             )
             # The file stores 1 + w; adding 1 again later restores the stored value bit for bit.
-            return StoredWeight(rows.float() - 1 if self._adds_one and own_name.endswith("_norm.weight") else rows)
+            return StoredWeight(
+                rows.float() - 1 if self._architecture.adds_one_to_norms and own_name.endswith("_norm.weight") else rows
+            )
         weight = decode_rows(element_type, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
         if not is_finite(weight):
             raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not finite")

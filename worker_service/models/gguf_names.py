@@ -1,8 +1,11 @@
-"""The names of tensors in GGUF files, and the names that checkpoint directories use for the same tensors."""
+"""The names of tensors in GGUF files, and the names that checkpoint directories use for the same tensors.
+
+The tables map GGUF names to names in checkpoint directories. A name that ends with ".weight" or ".bias" is a tensor's;
+other names are modules, which have a weight and perhaps a bias.
+"""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 _LLAMA = {
     "attn_norm": "input_layernorm",
@@ -42,7 +45,7 @@ _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_NORMS_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _SECOND_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _GPT_NEOX = {
     "attn_norm": "input_layernorm",
@@ -52,81 +55,13 @@ _GPT_NEOX = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
-_BLOOM = {**_GPT_NEOX, "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"}
-
-
-class GgufNames:
-    """The names of the tensors of one GGUF architecture, in GGUF files and in checkpoint directories.
-
-    The mappings are from GGUF names to names in checkpoint directories. A GGUF name with a dot is the name of a tensor;
-    other names are modules, which have a weight and perhaps a bias.
-    """
-
-    def __init__(
-        self,
-        parts: Mapping[str, str],
-        *,
-        embedding: str = "model.embed_tokens",
-        norm: str = "model.norm",
-        layers: str = "model.layers",
-        others: Mapping[str, str] | None = None,
-    ) -> None:
-        """Describe the names of an architecture.
-
-        Args:
-            parts: names within a layer. If two GGUF names map to the same name, the last one counts.
-            embedding, norm: the names in checkpoint directories of the token embedding and the last norm.
-            layers: the name in checkpoint directories of the list of layers.
-            others: further names outside of the layers.
-        """
-        self._layers = layers
-        outside = {"token_embd": embedding, "output_norm": norm, "output": "lm_head", **(others or {})}
-        self._outside, self._inside = _Names.of(outside), _Names.of(parts)
-
-    def checkpoint_name(self, own_name: str) -> str:
-        """Translate the name of a GGUF tensor to its name in checkpoint directories. The name of a tensor that stacks
-        the experts of a layer has `{expert}` for the number of the expert. If there is no such name, return the GGUF
-        name."""
-        match = re.fullmatch(r"blk\.(\d+)\.(.+)", own_name)
-        if match is None:
-            return self._outside.usual.get(own_name, own_name)
-        layer, part = match.groups()
-        return f"{self._layers}.{layer}.{self._inside.usual[part]}" if part in self._inside.usual else own_name
-
-    def gguf_name(self, name: str) -> str:
-        """Translate a tensor's name in checkpoint directories to its name in the GGUF file."""
-        match = re.fullmatch(rf"{re.escape(self._layers)}\.(\d+)\.(.+)", name)
-        if match is None:
-            return self._outside.own[name]
-        layer, part = match.groups()
-        part = re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", part)
-        return f"blk.{layer}.{self._inside.own[part]}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Names:
-    own: Mapping[str, str]  # the names of tensors in GGUF files, by their names in checkpoint directories
-    usual: Mapping[str, str]  # the names in checkpoint directories, by the names in GGUF files
-
-    @staticmethod
-    def of(modules: Mapping[str, str]) -> "_Names":
-        own: dict[str, str] = {}
-        for name, usual in modules.items():
-            kinds = ("",) if "." in name else (".weight", ".bias")
-            own |= {f"{usual}{kind}": f"{name}{kind}" for kind in kinds}
-        return _Names(own, {name: usual for usual, name in own.items()})
-
-
-def names_of(architecture: str) -> GgufNames:
-    """Return the names of the tensors of a GGUF architecture. The default is Llama's names."""
-    return _BY_ARCHITECTURE.get(architecture) or GgufNames({**_LLAMA, **_PARTS.get(architecture, {})})
-
-
+# Names outside of layers.
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # Names within a layer that an architecture has in addition to Llama's, or instead of them.
 _PARTS: dict[str, dict[str, str]] = {
     "llama": _MIXTRAL,
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA),
-    **dict.fromkeys(("olmo2", "exaone4"), _NORMS_BEHIND),
+    **dict.fromkeys(("olmo2", "exaone4"), _NORMS_AFTER),
     **dict.fromkeys(("qwen3moe", "qwen3vlmoe", "olmoe"), _EXPERTS),
     "seed_oss": _SECOND_NORM,
     "gpt-oss": {
@@ -160,8 +95,17 @@ _PARTS: dict[str, dict[str, str]] = {
     "minimax-m2": {**_MIXTRAL, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }
-_BY_ARCHITECTURE = {
-    "gpt2": GgufNames(
+# The names of architectures that are not similar to Llama: the list of layers, names outside of layers, and names within
+# a layer.
+_OTHERS: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
+    "gpt2": (
+        "transformer.h",
+        {
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
         {
             "attn_norm": "ln_1",
             "attn_qkv": "attn.c_attn",
@@ -170,12 +114,10 @@ _BY_ARCHITECTURE = {
             "ffn_up": "mlp.c_fc",
             "ffn_down": "mlp.c_proj",
         },
-        embedding="transformer.wte",
-        norm="transformer.ln_f",
-        layers="transformer.h",
-        others={"position_embd": "transformer.wpe"},
     ),
-    "mpt": GgufNames(
+    "mpt": (
+        "transformer.blocks",
+        {"token_embd": "transformer.wte", "output_norm": "transformer.norm_f", "output": "lm_head"},
         {
             "attn_norm": "norm_1",
             "attn_qkv": "attn.Wqkv",
@@ -184,25 +126,64 @@ _BY_ARCHITECTURE = {
             "ffn_up": "ffn.up_proj",
             "ffn_down": "ffn.down_proj",
         },
-        embedding="transformer.wte",
-        norm="transformer.norm_f",
-        layers="transformer.blocks",
     ),
-    "bloom": GgufNames(
-        _BLOOM,
-        embedding="transformer.word_embeddings",
-        norm="transformer.ln_f",
-        layers="transformer.h",
-        others={"token_embd_norm": "transformer.word_embeddings_layernorm"},
+    **dict.fromkeys(
+        ("bloom", "falcon"),
+        (
+            "transformer.h",
+            {
+                "token_embd": "transformer.word_embeddings",
+                "token_embd_norm": "transformer.word_embeddings_layernorm",
+                "output_norm": "transformer.ln_f",
+                "output": "lm_head",
+            },
+            {**_GPT_NEOX, "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"},
+        ),
     ),
-    "falcon": GgufNames(
-        _BLOOM, embedding="transformer.word_embeddings", norm="transformer.ln_f", layers="transformer.h"
-    ),
-    "gptneox": GgufNames(
+    "gptneox": (
+        "gpt_neox.layers",
+        {
+            "token_embd": "gpt_neox.embed_in",
+            "output_norm": "gpt_neox.final_layer_norm",
+            "output": "embed_out",
+        },
         _GPT_NEOX,
-        embedding="gpt_neox.embed_in",
-        norm="gpt_neox.final_layer_norm",
-        layers="gpt_neox.layers",
-        others={"output": "embed_out"},
     ),
 }
+
+
+class GgufNames:
+    """The names of the tensors of one GGUF architecture, in GGUF files and in checkpoint directories."""
+
+    def __init__(self, architecture: str) -> None:
+        """Look up the names of an architecture. The default is Llama's names."""
+        usual_parts = {**_LLAMA, **_PARTS.get(architecture, {})}
+        layers, outside, parts = _OTHERS.get(architecture, ("model.layers", _OUTSIDE, usual_parts))
+        inside = {f"blk.{{layer}}.{own}": f"{layers}.{{layer}}.{usual}" for own, usual in parts.items()}
+        # If two GGUF names map to the same name, the last one counts.
+        self._own = {
+            f"{usual}{kind}": f"{own}{kind}"
+            for own, usual in {**outside, **inside}.items()
+            for kind in (("",) if own.endswith((".weight", ".bias")) else (".weight", ".bias"))
+        }
+        self._usual = {own: usual for usual, own in self._own.items()}
+
+    def checkpoint_name(self, own_name: str) -> str:
+        """Translate the name of a GGUF tensor to its name in checkpoint directories. The name of a tensor that stacks
+        the experts of a layer has `{expert}` for the number of the expert. If there is no such name, return the GGUF
+        name."""
+        return _translated(own_name, self._usual)
+
+    def gguf_name(self, name: str) -> str:
+        """Translate a tensor's name in checkpoint directories to its name in the GGUF file."""
+        return _translated(re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name), self._own)
+
+
+def _translated(name: str, names: Mapping[str, str]) -> str:
+    """Translate a tensor's name by a table in which `{layer}` is in the place of the number of a layer. Return names
+    that the table does not have unchanged."""
+    layer = re.search(r"\.(\d+)\.", name)
+    if layer is None:
+        return names.get(name, name)
+    found = names.get(name.replace(layer[0], ".{layer}.", 1))
+    return name if found is None else found.replace("{layer}", layer[1])

@@ -161,8 +161,7 @@ def _decode_q6_k(blocks: Tensor) -> _Parts:
 def _words(blocks: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     """Read the unsigned numbers in the bytes from `start` to `stop` of each block, as int64. `dtype` is int16 or
     int32."""
-    numbers = blocks[..., start:stop].contiguous().view(dtype).long()
-    return numbers & ((1 << 8 * dtype.itemsize) - 1)
+    return blocks[..., start:stop].contiguous().view(dtype).long() & ((1 << 8 * dtype.itemsize) - 1)
 
 
 def _alternating(packed: Tensor) -> Tensor:
