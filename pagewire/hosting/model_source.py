@@ -181,10 +181,8 @@ def _native_format(names: Iterable[str]) -> str:
     native = [name for name in names if _is_native(name)]
     if not native:
         return ""
-    return (
-        f"{native[0]} is in its publisher's own format; the Hugging Face repository has the model in {SINGLE_FILE} or "
-        "parts of it as well: `hf download OWNER/NAME --exclude 'consolidated*' 'original/*' --local-dir DIRECTORY`"
-    )
+    command = "`hf download OWNER/NAME --exclude 'consolidated*' 'original/*'`"
+    return f"{native[0]} is in its publisher's own format; run {command}"
 
 
 def _is_native(name: str) -> bool:

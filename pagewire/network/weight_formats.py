@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagewire.common.gguf import shown
+from pagewire.common.gguf import fault
 from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError
 
 SECTION = "quantization_config"
@@ -146,4 +146,4 @@ def flag(section: Mapping[str, Any], key: str, default: bool) -> bool:
 def unserved(key: str, value: object, expected: str) -> CheckpointError:
     """Return the error for an unsupported setting: its name, its value, and what it must be instead."""
     where = key if key == SECTION else f"{SECTION}: {key}"
-    return CheckpointError(f"{CONFIG_FILE}: {where} is {shown(value)}, but must be {expected}")
+    return CheckpointError(fault(f"{CONFIG_FILE}: {where}", value, expected))

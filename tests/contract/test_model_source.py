@@ -353,8 +353,7 @@ def test_directories_and_files_that_are_no_checkpoint(tmp_path: Path, monkeypatc
         "publisher's own format",
         make(
             tmp_path / "mistral", "config.json", "consolidated.safetensors"
-        ): "consolidated.safetensors is in its publisher's own format; the Hugging Face repository has the model "
-        "in model.safetensors or parts of it as well: `hf download OWNER/NAME --exclude",
+        ): "consolidated.safetensors is in its publisher's own format; run `hf download OWNER/NAME --exclude",
         make(
             tmp_path / "mixed", "config.json", "consolidated.00.pth", "pytorch_model.bin"
         ): "only pickled weights (consolidated.00.pth)",

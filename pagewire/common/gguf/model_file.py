@@ -12,7 +12,8 @@ from typing import Any, TypeGuard
 # and weight indexes have about 30 MB.
 MAX_SETTINGS_BYTES = 16 << 20
 MAX_LISTING_BYTES = 128 << 20
-_MAX_SHOWN = 100  # characters of a value in an error message
+_MAX_ERROR = 200  # characters of an error message
+_MIN_SHOWN, _MAX_SHOWN = 20, 100  # characters of a long value in it
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -95,13 +96,21 @@ def unserved(file: Path, key: str, value: Any, expected: str) -> ValueError:
     """Return the error for a setting in a model's file whose value is not supported. `expected` says what the value
     must be.
     """
-    return ValueError(f"{file}: {key} is {shown(value)}, but must be {expected}")
+    return ValueError(fault(f"{file}: {key}", value, expected))
 
 
-def shown(value: Any) -> str:
-    """Return a value as JSON for an error message, shortened to about 100 characters."""
+def fault(place: str, value: Any, expected: str) -> str:
+    """Return the error message for a setting whose value is not supported: where the setting is, its value, and what
+    the value must be. A long value is shortened, so that the message has at most about 200 characters."""
+    start, end = f"{place} is ", f", but must be {expected}"
+    left = _MAX_ERROR - len(start) - len(end) - len("...")
+    return f"{start}{shown(value, max(_MIN_SHOWN, min(left, _MAX_SHOWN)))}{end}"
+
+
+def shown(value: Any, max_chars: int = _MAX_SHOWN) -> str:
+    """Return a value as JSON for an error message, shortened to about `max_chars` characters."""
     text = json.dumps(value, default=str)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 
 
 def is_whole(value: Any) -> TypeGuard[int]:

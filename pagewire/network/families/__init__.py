@@ -95,9 +95,9 @@ def _architecture(config: JsonObject) -> str:
     if architecture is not None:
         return architecture
     code = ", and the model's own code (auto_map) is never run" if config.get("auto_map") else ""
-    named = ", ".join(named)[:60] or f"none (model_type {shown(config.get('model_type'))[:40]})"
+    names = shown(", ".join(named), 45).replace('"', "") or f"none (model_type {shown(config.get('model_type'), 25)})"
     raise CheckpointError(
-        f"{CONFIG_FILE}: architecture {named} is not supported{code}; docs/models.md lists the supported architectures"
+        f"{CONFIG_FILE}: architecture {names} is not supported{code}; docs/models.md lists the supported architectures"
     )
 
 

@@ -4,7 +4,7 @@ values."""
 from collections.abc import Mapping
 from typing import Any
 
-from pagewire.common.gguf import is_whole, shown
+from pagewire.common.gguf import fault, is_whole, shown
 from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError
 from pagewire.network.operations import Activation
 
@@ -164,4 +164,4 @@ def expect(config: JsonObject, key: str, expected: bool) -> None:
 def unserved(key: str, value: object, expected: str) -> CheckpointError:
     """Return the error for a config.json setting whose value is not supported. `expected` describes the supported
     values."""
-    return CheckpointError(f"{CONFIG_FILE}: {key} is {shown(value)}, but must be {expected}")
+    return CheckpointError(fault(f"{CONFIG_FILE}: {key}", value, expected))
