@@ -53,14 +53,12 @@ def load_gguf_config(path: Path) -> Network:
 def _as_in_gguf(projection: Projection) -> Projection:
     """Return a projection as GGUF files store it: no weight is transposed, and the rows of all queries come first, then
     those of all keys and of all values."""
-    heads, rows = projection.heads, projection.parts[0].rows
-    if heads is None or not heads.group_size:
+    unit, rows = projection.stored.unit, projection.parts[0].rows
+    if not unit:
         return replace(projection, is_transposed=False)
-    size = heads.head_dim
-    num_kv_heads = rows.size // size // (heads.group_size + 2)
-    shares = [Share.of(num_kv_heads * num * size, num * size, rows.counted) for num in (heads.group_size, 1, 1)]
+    shares = [Share.of(rows.size // sum(unit) * size, size, rows.counted) for size in unit]
     parts = tuple(parts_of([projection.name], shares))
-    return replace(projection, parts=parts, heads=replace(heads, group_size=0))
+    return replace(projection, parts=parts, stored=replace(projection.stored, unit=()))
 
 
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
