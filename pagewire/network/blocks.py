@@ -79,6 +79,8 @@ class Attention:
     limit: float = 0.0
     growth: QueryScaling | None = None
     has_sinks: bool = False
+    # The attended values are multiplied by the sigmoid of a projection of the input, `gate_proj`.
+    has_gate: bool = False
 
     def __call__(
         self,
@@ -118,8 +120,11 @@ class Attention:
         sinks = Vector(f"{name}.sinks", _of_heads(heads.num_heads, 1), is_float32=True)
         yield AttendPaged("queries", "attended", self.layer, heads, sinks if self.has_sinks else None)
         columns = _of_heads(heads.num_heads * heads.head_dim, heads.head_dim)
+        if self.has_gate:
+            yield Multiply(source, "head_gates", Projection((Part(f"{name}.gate_proj", columns),), hidden))
+            yield Gate("attended", "head_gates", "gated_heads")
         down = Projection((Part(f"{name}.{output}", hidden),), columns, self.output_bias, is_transposed=is_transposed)
-        yield Multiply("attended", "update", down)
+        yield Multiply("gated_heads" if self.has_gate else "attended", "update", down)
 
     def _qkv(self, name: str, qkv: tuple[str, ...], unit: tuple[int, ...]) -> tuple[Part, ...]:
         heads, size = self.heads, self.heads.head_dim

@@ -338,7 +338,7 @@ class Gate:
     """The operation that multiplies a buffer by a gate: output = input * sigmoid(gate)."""
 
     input: str
-    gate: str  # [T, 1]
+    gate: str  # [T, 1], or of the input's width
     output: str
 
 

@@ -51,6 +51,7 @@ FAMILIES = (
     "apertus",
     "phi3small",
     "llama4_text",
+    "afmoe",
 )
 
 DECODER = {
@@ -174,6 +175,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{**DECODER, "num_hidden_layers": 4, "num_local_experts": 4, "attention_chunk_size": 1024},
         **{"intermediate_size_mlp": 80, "moe_layers": [0, 2, 3], "floor_scale": 8, "attn_scale": 0.4},
     },
+    "afmoe": {
+        **{**DECODER, **EXPERTS, "num_hidden_layers": 4, "num_dense_layers": 1, "num_shared_experts": 2},
+        **{"route_scale": 1.5, "sliding_window": 20, "mup_enabled": True},
+    },
     "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mpt": {
         **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
@@ -187,6 +192,7 @@ NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8, "gpt_os
     "phimoe": 4,
     "ernie4_5_moe": 8,
     "llama4_text": 4,
+    "afmoe": 8,
 }
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 

@@ -35,6 +35,7 @@ SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
     "smollm3": {**HEADS_OF_32, "num_hidden_layers": 2, "no_rope_layer_interval": 2},
     "olmo3": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_moe": {**HEADS_OF_32, "num_hidden_layers": 2, "mlp_only_layers": [0]},
+    "afmoe": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "llama4_text": {**HEADS_OF_32, "num_hidden_layers": 2, "moe_layers": [1], "no_rope_layers": [1, 0]},
     **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "phimoe"), ONE_LAYER),
 }

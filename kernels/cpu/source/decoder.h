@@ -285,9 +285,21 @@ static NOINLINE void activate_token(const operation* o, const float* input, floa
   }
 }
 
-static NOINLINE void gate_token(const float* input, float gate, float* output, int64_t size) {
-  const float factor = (splat(1.0f) / (splat(1.0f) + exponential(splat(-gate))))[0];
-  for (int64_t i = 0; i < size; i++) output[i] = input[i] * factor;
+// gates: [num_gates], one for all values or one for each.
+static NOINLINE void gate_token(const float* input, const float* gates, int64_t num_gates, float* output, int64_t size) {
+  if (num_gates == 1) {
+    const float factor = (splat(1.0f) / (splat(1.0f) + exponential(splat(-gates[0]))))[0];
+    for (int64_t i = 0; i < size; i++) output[i] = input[i] * factor;
+    return;
+  }
+  for (int64_t i = 0; i < size; i += LANES) {
+    float part[LANES] = {0}, gate[LANES] = {0};
+    const int64_t num = size - i < LANES ? size - i : LANES;
+    memcpy(part, input + i, sizeof(float) * (size_t)num);
+    memcpy(gate, gates + i, sizeof(float) * (size_t)num);
+    store_float(part, load_float(part) / (splat(1.0f) + exponential(-load_float(gate))));
+    memcpy(output + i, part, sizeof(float) * (size_t)num);
+  }
 }
 
 static void clip_token(const operation* o, const float* input, float* output, int64_t size) {
@@ -540,7 +552,8 @@ static void run_operation(walk* w, int64_t op) {
                                           input + token * in_size, output + token * size, size))
       break;
     case OPERATION_GATE:
-      FOR_TOKENS(w, num_tokens, gate_token(input + token * size, w->places[o->gate][token], output + token * size, size))
+      FOR_TOKENS(w, num_tokens, gate_token(input + token * size, w->places[o->gate] + token * d->model->widths[o->gate],
+                                           d->model->widths[o->gate], output + token * size, size))
       break;
     case OPERATION_CLIP:
       FOR_TOKENS(w, num_tokens, clip_token(o, input + token * size, output + token * size, size))

@@ -183,8 +183,9 @@ static int64_t plan_operation(decoder* m, operation* o, routed* found) {
     case OPERATION_MULTIPLY_ROUTED:
     case OPERATION_COMBINE_EXPERTS: return plan_slots(m, o, found);
     case OPERATION_GATE:
-      read_buffer(m, o->gate, 1);
-      return read_buffer(m, o->input, 0);
+      width = read_buffer(m, o->input, 0);
+      read_buffer(m, o->gate, m->widths[o->gate] == 1 ? 1 : width);
+      return width;
     case OPERATION_QK_NORM_ROPE_STORE: return plan_heads(m, o);
     case OPERATION_ATTEND_PAGED:
       check_row(m, "sinks", &o->sinks, m->num_heads);

@@ -6,18 +6,23 @@ rotated, in pairs of neighbours.
 GLM-4.5 (2025, https://arxiv.org/abs/2508.06471), "glm4_moe", has norms before attention and the MLP, and pairs values
 of the two halves of a head. All layers but the first ones have experts, as in DeepSeek-V3. Layers for multi-token
 prediction, which follow the last layer, are not used.
+
+dots.llm1 (rednote-hilab, 2025, https://arxiv.org/abs/2506.05767) has the same experts, and normalizes each head of
+queries and keys. The last layers may have a sliding window.
 """
 
 from collections.abc import Callable, Iterator
 
 from pagewire.network.blocks import layer, shared_expert
 from pagewire.network.families.family import Family, TextConfig, norms_of
-from pagewire.network.families.positions import read_rope
+from pagewire.network.families.positions import FULL, SLIDING, read_rope, read_windows, sliding_window
 from pagewire.network.families.reading import (
     MAX_EXPERTS,
     JsonObject,
+    attention_biases,
     flag,
     non_negative,
+    num_layers_of,
     number,
     positive,
 )
@@ -46,13 +51,22 @@ def _read(config: JsonObject, architecture: str) -> Network:
 def _read_moe(config: JsonObject, architecture: str) -> Network:
     text = TextConfig.read(config, architecture, ropes=read_rope(config, default_share=0.5), default_eps=1e-5)
     return text.llama(
-        expert_layers(text, num_dense=1, num_shared=1, renormalizes=True),
+        _expert_layers(text, num_dense=1, num_shared=1, renormalizes=True),
         qkv_bias=flag(config, "attention_bias", False),
         qk_norm="head" if flag(config, "use_qk_norm", False) else "none",
     )
 
 
-def expert_layers(
+def _read_dots(config: JsonObject, architecture: str) -> Network:
+    num_full = non_negative(config, "max_window_layers", 62)
+    is_windowed = sliding_window(config) > 0
+    kinds = [SLIDING if is_windowed and layer >= num_full else FULL for layer in range(num_layers_of(config))]
+    text = TextConfig.read(config, architecture, windows=read_windows(config, kinds)[1])
+    mlp = _expert_layers(text, num_dense=0, num_shared=1, renormalizes=False)
+    return text.llama(mlp, **attention_biases(config), qk_norm="head")
+
+
+def _expert_layers(
     text: TextConfig, *, num_dense: int, num_shared: int, renormalizes: bool
 ) -> Callable[[int, str], Iterator[Operation]]:
     """Return a function that yields the MLP operations of a layer, given its number and name. As in DeepSeek-V3
@@ -88,3 +102,4 @@ _DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128}
 GLM = Family(("GlmForCausalLM",), _read, defaults=_DEFAULTS)
 GLM4 = Family(("Glm4ForCausalLM",), _read, defaults=_DEFAULTS)
 GLM4_MOE = Family(("Glm4MoeForCausalLM",), _read_moe)
+DOTS = Family(("Dots1ForCausalLM",), _read_dots, defaults={"num_key_value_heads": 32})
