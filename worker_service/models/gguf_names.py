@@ -95,8 +95,8 @@ _PARTS: dict[str, dict[str, str]] = {
     "minimax-m2": {**_MIXTRAL, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }
-# The names of architectures that are not similar to Llama: the list of layers, names outside of layers, and names within
-# a layer.
+# The names of architectures that are not similar to Llama: the list of layers, names outside of layers, and names in a
+# layer.
 _OTHERS: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     "gpt2": (
         "transformer.h",
