@@ -1,7 +1,7 @@
 """The layouts in which checkpoints store quantised weights, one file per group of related layouts.
 
 To add a layout, define a `Layout` in a file of this package, and parse its name from config.json in
-`pagewire/network/quantization.py`.
+`pagewire/network/quantization.py` or in a module of `pagewire/network/quantization_methods`.
 """
 
 from pkgutil import iter_modules, resolve_name
