@@ -53,7 +53,7 @@ def _read_moe(config: JsonObject, architecture: str) -> Network:
         if num_shared:
             yield from shared_expert(shared, f"{name}.mlp.shared_experts")
 
-    return text.llama(mlp, ignored=r"^(model\.)?mtp_")
+    return text.llama(mlp)
 
 
 def _read_expert_layers(config: JsonObject) -> tuple[bool, ...]:
