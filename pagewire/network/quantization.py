@@ -76,7 +76,7 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
             "the same model in GGUF, AWQ, GPTQ, FP8 or compressed-tensors"
         )
     if not isinstance(method, str) or method not in _PARSERS:
-        raise unserved("quant_method", method, f"one of {', '.join(METHODS)}, or quantization_config must be unset")
+        raise unserved("quant_method", method, f"one of {', '.join(METHODS)}")
     rules = tuple(_PARSERS[method](section))
     return Quantization(method, rules) if any(rule.format is not None for rule in rules) else None
 
@@ -134,7 +134,7 @@ def _compressed_format(section: Mapping[str, Any], group: Mapping[str, Any]) -> 
     if layout == "naive-quantized":
         layout = "float-quantized" if kind == "float" else "int-quantized"
     if not isinstance(layout, str) or layout not in _COMPRESSED:
-        raise unserved("format", layout, f"one of {', '.join((*_COMPRESSED, 'naive-quantized', 'mixed-precision'))}")
+        raise unserved("format", layout, f"one of {', '.join((*_COMPRESSED, 'mixed-precision'))}")
     expected_kind, choices, may_round = _COMPRESSED[layout]
     if kind != expected_kind:
         raise unserved("type", kind, f"{expected_kind} in {layout}")
