@@ -12,7 +12,7 @@ from pagewire.network.checkpoint_files import CheckpointError
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.packed import gptq, make_quantized
 from testing.models import load_model
-from testing.worker.model_logits import TOLERANCE, compute_logits, random_tokens, transformers_logits
+from testing.worker.model_logits import TOLERANCE, compute_logits, edit_config, random_tokens, transformers_logits
 from tests.thorough import thorough
 
 CPU = torch.device("cpu")
@@ -136,6 +136,18 @@ def test_it_is_said_which_files_cannot_be_used(tmp_path, names, message):
     with pytest.raises(ModelSourceError, match=message):
         locate(str(tmp_path))
     assert locate(str(tmp_path), with_weights=False).directory == str(tmp_path)
+
+
+def test_a_file_that_only_config_json_names_is_refused(tmp_path):
+    """transformers would read this file in place of model.safetensors."""
+    path = make_checkpoint(tmp_path, "llama", seed=47)
+    edit_config(path, transformers_weights="model.safetensors")
+    check_logits(path)
+    edit_config(path, transformers_weights="other.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r'transformers_weights is "other\.safetensors", but must be one of model'
+    ):
+        logits(path)
 
 
 def test_a_directory_with_only_an_adapter_is_named(tmp_path):

@@ -12,10 +12,10 @@ from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 from pagewire.common.gguf import shown
-from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError
+from pagewire.network.checkpoint_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, CheckpointError
 from pagewire.network.families.family import Family
 from pagewire.network.families.llama import LLAMA
-from pagewire.network.families.reading import JsonObject, check_names, flag, unserved
+from pagewire.network.families.reading import JsonObject, check_names, choice, flag, unserved
 from pagewire.network.network import Network
 
 _MULTIMODAL = "ForConditionalGeneration"
@@ -48,6 +48,8 @@ def parse_config(config: JsonObject) -> Network:
     or require something that is not supported."""
     architecture = _architecture(config)
     check_names(config)
+    if config.get("transformers_weights") is not None:  # the file that transformers loads in place of the default
+        choice(config, "transformers_weights", SINGLE_FILE, (SINGLE_FILE, INDEX_FILE))
     if lacks_head(config):
         config = {**config, "tie_word_embeddings": True}
     network = BY_ARCHITECTURE[architecture].parse(config, architecture)
