@@ -104,12 +104,12 @@ def _architecture(config: JsonObject) -> str:
 
 
 def _known_architectures(config: JsonObject) -> Iterator[str]:
-    """Yield the supported architectures that a config.json names; for one without LM head, such as `Qwen3Model`, the
-    architecture with it. If the file has no `architectures`, its model_type names one, for example `gpt_neox` names
-    GPTNeoXForCausalLM."""
+    """Yield the supported architectures that a config.json names; for one without LM head, such as `Qwen3Model` or
+    `Gemma3TextModel`, the architecture with it. If the file has no `architectures`, its model_type names one, for
+    example `gpt_neox` names GPTNeoXForCausalLM."""
     if named := config.get("architectures"):
         for name in map(str, named if isinstance(named, list) else ()):
-            headed = f"{name.removesuffix('Model')}ForCausalLM"
+            headed = f"{name.removesuffix('Model').removesuffix('Text')}ForCausalLM"
             yield from (each for each in (name, headed) if each in BY_ARCHITECTURE)
         return
     is_multimodal, model_type = bool(config.get("text_config")), str(config.get("model_type"))
