@@ -86,8 +86,10 @@ def test_published_sizes_are_read() -> None:
     """Quantization, positions and lists with a value per layer fit the published sizes."""
     for name in SERVED:
         files = published()[name]
-        network = parse_config(files.small_config if name in WITH_CUT_LISTS else files.config)
-        assert network.architecture == files.config["architectures"][0]
+        config = files.small_config if name in WITH_CUT_LISTS else files.config
+        sizes = {**config, **config.get("text_config", {})}
+        num_layers = next(sizes[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in sizes)
+        assert len(parse_config(config).layers) == num_layers
     assert SERVED
 
 
