@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from pagewire.kernels import reference
 from pagewire.network.operations import BlockPattern
+from tests.thorough import thorough
 from tests.worker.attention_rows import E4M3, NUM_LAYERS, Rows, random_lengths
 from worker_service.attention import AttentionBatch, AttentionShape, UnavailableError
 from worker_service.attention import create_backend as create_backend_with
@@ -110,7 +111,7 @@ def test_chunks_longer_than_the_window(window):
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("window", [0, 1, 31])
+@pytest.mark.parametrize("window", [31, *thorough(0, 1)])
 def test_whole_prompts_attend_in_both_directions(window, softcap):
     lengths = [(0, num_queries) for num_queries in (300, 1, 2, 33, 32)]
     rows = Rows(random.Random(11), lengths, block_size=16, num_heads=4, num_kv_heads=2, head_dim=32)

@@ -22,6 +22,7 @@ from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.plans import Row, plan_steps
 from testing.seeds import seeded
+from tests.thorough import thorough
 from tests.worker.runners import load
 from worker_service.engine import LoadedWorker
 from worker_service.rows.pooling import PooledChunk, Pooler
@@ -125,8 +126,10 @@ BIDIRECTIONAL = {
 }
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("family", BIDIRECTIONAL)
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [("qwen2", "auto"), ("gemma3_text", "torch"), *thorough(("qwen2", "torch"), ("gemma3_text", "auto"))],
+)
 def test_tokens_of_bidirectional_models_attend_to_later_tokens(
     tmp_path: Path, family: str, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,8 +179,9 @@ KINDS = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Dense
 @pytest.mark.parametrize(
     "activation",
     [
-        "torch.nn.modules.linear.Identity",
-        *(f"torch.nn.modules.activation.{name}" for name in ("Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")),
+        "torch.nn.modules.activation.Tanh",
+        *thorough(*(f"torch.nn.modules.activation.{name}" for name in ("ReLU", "GELU", "SiLU", "Sigmoid"))),
+        *thorough("torch.nn.modules.linear.Identity"),
     ],
 )
 def test_dense_modules_follow_the_pooling(checkpoints: dict[str, Path], tmp_path: Path, activation: str) -> None:
