@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 # Incremented with every change of the protocol's meaning. Both sides must use the same version.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class WorkerProtocolError(Exception):
