@@ -32,9 +32,20 @@ USUAL: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 16},
 }
 # The families that differ most in their names, in the order of rows and in their settings.
-FIRST = ("gpt_neox", "mpt", "glm4_moe", "ministral3")
+FIRST = ("gpt_neox", "mpt", "glm4_moe")
 OTHERS = (
-    *("llama", "mistral", "mixtral", "granite", "granitemoehybrid", "smollm3", "arcee", "ernie4_5", "seed_oss"),
+    *(
+        "llama",
+        "mistral",
+        "ministral3",
+        "mixtral",
+        "granite",
+        "granitemoehybrid",
+        "smollm3",
+        "arcee",
+        "ernie4_5",
+        "seed_oss",
+    ),
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "gpt_oss"),
     *("olmo", "olmo2", "olmo3", "olmoe", "exaone4", "glm", "glm4", "dots1", "minimax_m2", "cohere", "cohere2"),
     *("stablelm", "starcoder2", "falcon", "gpt2", "bloom"),
