@@ -338,7 +338,7 @@ def _formats_table() -> str:
             "| weights | CPU | GPU |",
             "|---|---|---|",
             f"| safetensors: {', '.join(DTYPES)} | unchanged | unchanged |",
-            f"| safetensors: {', '.join(METHODS)} | {kept} |",
+            f"| safetensors: {', '.join(METHODS)}, except: | {kept} |",
             *(f"| safetensors: {', '.join(names)} | {stored} | {stored} |" for stored, names in _grown_layouts()),
             f"| GGUF: {', '.join(floats)} | unchanged | unchanged |",
             *(f"| GGUF: {', '.join(names)} | {stored} |" for stored, names in codes.items()),
