@@ -119,12 +119,19 @@ class Attention:
         yield QkNormRopeStore(made, "queries", self.layer, heads, self.num_positions, *norms, *turns)
         sinks = Vector(f"{name}.sinks", _of_heads(heads.num_heads, 1), is_float32=True)
         yield AttendPaged("queries", "attended", self.layer, heads, sinks if self.has_sinks else None)
-        columns = _of_heads(heads.num_heads * heads.head_dim, heads.head_dim)
+        yield from self._project(name, output, source, is_transposed=is_transposed)
+
+    def _project(self, name: str, output: str, source: str, *, is_transposed: bool) -> Iterator[Operation]:
+        """Yield the operations that follow attention: the gate, which depends on the buffer `source`, if the layer has
+        one, and the output projection."""
+        hidden, size = Share.of(self.hidden_size), self.heads.head_dim
+        columns, attended = _of_heads(self.heads.num_heads * size, size), "attended"
         if self.has_gate:
             yield Multiply(source, "head_gates", Projection((Part(f"{name}.gate_proj", columns),), hidden))
-            yield Gate("attended", "head_gates", "gated_heads")
+            yield Gate(attended, "head_gates", "gated_heads")
+            attended = "gated_heads"
         down = Projection((Part(f"{name}.{output}", hidden),), columns, self.output_bias, is_transposed=is_transposed)
-        yield Multiply("gated_heads" if self.has_gate else "attended", "update", down)
+        yield Multiply(attended, "update", down)
 
     def _qkv(self, name: str, qkv: tuple[str, ...], unit: tuple[int, ...]) -> tuple[Part, ...]:
         heads, size = self.heads, self.heads.head_dim
