@@ -233,11 +233,12 @@ class AsyncClient:
         default, the checkpoint's default prompt precedes it, if there is one.
         """
         refuse_unknown("embed", options, QueueOptions)
-        require("prompt_name", prompt_name, isinstance(prompt_name, str | None), "a text, such as 'query'")
         requests = _requests(prompt, None, prompt_token_ids, options)
         several = requests if isinstance(requests, list) else [requests]
         for request in several:
-            request.MergeFrom(pb.GenerateRequest(embed=True, prompt_name=prompt_name))
+            request.embed = True
+            if prompt_name is not None:
+                wire.put(request, "prompt_name", prompt_name)
         completions = await RequestBatch(several, self._channels, self._attempts(options)).run()
         embeddings = [PromptEmbedding.of(completion) for completion in completions]
         return embeddings if isinstance(requests, list) else embeddings[0]

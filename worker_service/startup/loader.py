@@ -77,6 +77,7 @@ def load_worker(
     start = GrammarStart(path, whole.vocab_size)
     try:
         report = report or LoadProgress(lambda doing: None)
+        report.tell("preparing to load")
         return _load_worker(config, whole, worker_id, report, start, digest or model_digest(path))
     except BaseException:
         start.give_up()
@@ -88,11 +89,9 @@ def _load_worker(
 ) -> LoadedWorker:
     """Load the model for `load_worker`. `whole` describes it for all ranks. `start` prepares grammars meanwhile."""
     device = choose_device(config.device, config.tensor_parallel_rank)
-    report.tell("preparing to load")
     communicator = _communicator(config, device)
     network = whole.of_rank(communicator.rank, communicator.size)
-    is_gpu, is_dummy = device.type == "cuda", config.load_format == "dummy"
-    uses_onednn, block_size = config.cpu_products == "onednn", config.choose_block_size()
+    is_gpu, uses_onednn, block_size = device.type == "cuda", config.cpu_products == "onednn", config.choose_block_size()
     kernels = None if is_gpu else load_cpu_kernels(report.tell)
     dtype = choose_dtype(config.dtype, network.dtype, device, None if uses_onednn else kernels)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
@@ -107,7 +106,7 @@ def _load_worker(
         dtype=dtype,
         device=device,
         operations=operations,
-        is_dummy=is_dummy,
+        is_dummy=config.load_format == "dummy",
         communicator=communicator,
         quantization=config.quantization,
         max_model_len=max_model_len,
@@ -142,9 +141,14 @@ def _load_worker(
         streams=CudaDevice(device) if is_gpu else None,
         kernels=kernels,
         digest=digest,
-        dense=load_dense_layers(Path(config.model), network.hidden_size, device, is_dummy=is_dummy),
+        dense=_dense_layers(config, network, device),
     )
     return _build_worker(assembly, worker_id, sizes, start, report)
+
+
+def _dense_layers(config: WorkerConfig, network: Network, device: torch.device) -> tuple[DenseLayer, ...]:
+    is_dummy = config.load_format == "dummy"
+    return load_dense_layers(Path(config.model), network.hidden_size, device, is_dummy=is_dummy)
 
 
 def _build_worker(
