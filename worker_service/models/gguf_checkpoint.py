@@ -1,5 +1,6 @@
 """The weights of a GGUF file, under the names that checkpoint directories use for them."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from worker_service.models.layouts.gguf import BLOCKS, decode_rows, is_finite
 
 _IN_CONFIG = frozenset({"rope_freqs.weight", *ROPE_FACTORS.values()})  # tensors that describe the rope, not weights
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix with one row, which some files store as a vector
+_LAYER = re.compile(r"blk\.(\d+)\.")
 _TURNED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 _MAX_CHUNK = 1 << 20  # elements decoded at once; one row or head is always decoded whole
 _WORKING_BYTES = 16  # temporary bytes per element: the code and its group's parts, and two float32 values
@@ -48,11 +50,18 @@ class GgufCheckpoint(Tensors):
         self._file = open_gguf(path)
         architecture = self._file.metadata["general.architecture"]
         self._architecture, self._names = ARCHITECTURES[architecture], GgufNames(architecture)
-        names = self._file.tensors.keys() - _IN_CONFIG
+        config = config_json(self._file)
+        # Layers for multi-token prediction follow the last layer. They are not used.
+        first_unused = config["num_hidden_layers"] if config.get("num_nextn_predict_layers") else math.inf
+        names = [
+            name
+            for name in self._file.tensors.keys() - _IN_CONFIG
+            if not (layer := _LAYER.match(name)) or int(layer[1]) < first_unused
+        ]
         self._sources = {ours: source for name in sorted(names) for ours, source in self._contained_tensors(name)}
         self.names = frozenset(self._sources)
         self.formats = tuple(sorted({info.type_name for info in self._file.tensors.values()} - FLOATS.keys()))
-        self._turned_rows = config_json(self._file)["head_dim"] if self._architecture.pairs_neighbours else 0
+        self._turned_rows = config["head_dim"] if self._architecture.pairs_neighbours else 0
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
         """Return the format in which a weight with `in_size` inputs can be kept in memory as the file stores it. Return

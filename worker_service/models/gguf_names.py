@@ -84,13 +84,7 @@ _PARTS: dict[str, dict[str, str]] = {
         "ffn_up_shexp": "mlp.shared_expert.up_proj",
         "ffn_down_shexp": "mlp.shared_expert.down_proj",
     },
-    # The last layers are for multi-token prediction, which is not supported; these tensors are ignored.
-    "glm4moe": {
-        **_SECOND_NORM,
-        **_GROUPED_EXPERTS,
-        **{f"nextn.{part}.weight": f"{part}.weight" for part in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
-        **{f"nextn.shared_head_{part}.weight": f"shared_head.{part}.weight" for part in ("head", "norm")},
-    },
+    "glm4moe": {**_SECOND_NORM, **_GROUPED_EXPERTS},
     "dots1": _GROUPED_EXPERTS,
     "minimax-m2": {**_MIXTRAL, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
