@@ -253,7 +253,9 @@ def adjust_scores(scores, distances, slopes, weighing):
 
 @triton.jit
 def sees_blocks(pattern, queries, keys, heads):
-    """Compute `pagewire.kernels.reference.sees_blocks` for some positions of queries and keys, and query heads."""
+    """Compute `pagewire.kernels.reference.sees_blocks` for some positions of queries and keys, and query heads. Only
+    the last three operations are two-dimensional, which saves registers."""
     blocks = keys // pattern.block_size
-    is_local = queries // pattern.block_size - blocks < pattern.num_local
-    return is_local | ((blocks + pattern.first + heads * pattern.head_step) % pattern.stride == 0)
+    first_local = queries // pattern.block_size - pattern.num_local + 1
+    rest = (pattern.stride - (pattern.first + heads * pattern.head_step) % pattern.stride) % pattern.stride
+    return (blocks >= first_local) | (blocks % pattern.stride == rest)

@@ -169,7 +169,7 @@ def _paged_prefill_kernel(
     totals = tl.full([SHAPE.block_m], 0.0, tl.float32)
     highest = tl.full([SHAPE.block_m], LOWEST, tl.float32)
     block_table = block_tables + row.to(tl.int64) * table_stride
-    of_tile = (queries, factors, slopes, seq_len - num_queries + queries_of, heads, is_member)
+    of_tile = (queries, factors, slopes, seq_len - num_queries + queries_of, heads)
     for part in tl.static_range(3):  # keys before, within and after the range that all queries of the tile see
         until = end
         if part == 0:
@@ -235,13 +235,12 @@ def _attend(
     weights, highest scores) and return the new state.
 
     `span` is (begin, end, first, last). The positions from `begin` to `end` are read, except for positions before
-    `first`, after `last`, or in blocks of the pattern to which no query of the tile attends. If IS_MASKED is false,
-    every query attends to the whole range.
+    `first` or after `last`. If IS_MASKED is false, every query attends to the whole range.
     """
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     IS_ADJUSTED: tl.constexpr = (weighing.cap is not None) or (weighing.slopes is not None)
     sums, totals, highest = state
-    queries, factors, slopes, positions, heads, is_member = of_tile
+    queries, factors, slopes, positions, heads = of_tile
     begin, end, _, _ = span
     columns, dims = tl.arange(0, SHAPE.block_n), tl.arange(0, SHAPE.padded_dim)
     keys, values = caches
@@ -252,13 +251,6 @@ def _attend(
         offset = position % BLOCK_SIZE
         mask = (dims < SHAPE.head_dim)[None, :]
         if IS_MASKED:
-            is_seen = is_read[None, :] & (position[None, :] <= positions[:, None])
-            if window is not None:
-                is_seen = is_seen & (position[None, :] > positions[:, None] - window)
-            if weighing.pattern is not None:
-                sees = sees_blocks(weighing.pattern, positions[:, None], position[None, :], heads[:, None])
-                is_seen = is_seen & sees
-                is_read = tl.max((is_seen & is_member[:, None]).to(tl.int32), axis=0) > 0
             mask = is_read[:, None] & mask
         key_at = key_cache + (block * keys.strides[0] + offset * keys.strides[1])[:, None] + dims[None, :]
         key_tile = tl.load(key_at, mask=mask, other=0.0).to(SHAPE.operand)
@@ -267,6 +259,11 @@ def _attend(
         if IS_ADJUSTED:
             scores = adjust_scores(scores * factors[:, None], positions[:, None] - position[None, :], slopes, weighing)
         if IS_MASKED:
+            is_seen = is_read[None, :] & (position[None, :] <= positions[:, None])
+            if window is not None:
+                is_seen = is_seen & (position[None, :] > positions[:, None] - window)
+            if weighing.pattern is not None:
+                is_seen = is_seen & sees_blocks(weighing.pattern, positions[:, None], position[None, :], heads[:, None])
             scores = tl.where(is_seen, scores, float("-inf"))
         if IS_ADJUSTED:
             new_highest = tl.maximum(highest, tl.max(scores, axis=1))
