@@ -122,7 +122,7 @@ def test_a_multimodal_model_is_the_text_model_in_it(
         ({"max_position_embeddings": 2**40}, "max_position_embeddings is 1099511627776, but must be a whole number"),
         (
             {"max_position_embeddings": None},
-            "max_position_embeddings or n_positions or seq_length or max_seq_len is null, but",
+            "max_position_embeddings or n_positions or seq_length or max_seq_len or attention_chunk_size is null, but",
         ),
         ({"architectures": [{}]}, r"config.json: architectures is \[{}\], but must be a list of names"),
         ({"eos_token_id": [2**31]}, r"config.json: eos_token_id is \[2147483648\], but must be a token id from 0 to"),
