@@ -144,6 +144,7 @@ class SimulatedWorker:
     max_num_batched_tokens: int
     num_host_blocks: int = 0
     sliding_window: int = 0  # tokens that a query may read, including itself; 0: all
+    is_bidirectional: bool = False  # tokens also read later ones, so that a step computes all tokens of a row
     rows: dict[int, Row] = field(default_factory=dict)
     last_step: int = 0
     kv: dict[int, list[int]] = field(default_factory=dict)  # digests by device block
@@ -327,6 +328,8 @@ class SimulatedWorker:
         for row in sorted(working, key=lambda row: row.num_computed):
             end = row.num_computed + row.work
             assert end <= len(row.token_ids), "a row computes beyond its tokens"
+            is_whole = not row.num_computed and end == len(row.token_ids)
+            assert is_whole or not self.is_bidirectional, "a row of a bidirectional model is computed in parts"
             assert end <= len(row.block_ids) * self.block_size, "a row computes beyond its blocks"
             self._digest(row, end)
             self._read(row)

@@ -28,6 +28,8 @@ MUTANTS = (
     mutant("a fork takes no reference", "_share_table", "self.pool.share(block)", ""),
     mutant("a sample writes to the tail it shares", "fork", "num_tokens % self.block_size == 0", "True"),
     mutant("a mean begins with what is cached", "may_match", "not self.group.must_compute_all", "True"),
+    mutant("a prompt that reads later tokens is cut", "_startable", "worker.capacity.is_bidirectional", "False"),
+    mutant("a prompt that reads later tokens is cached", "worker_joined", "not capacity.is_bidirectional", "True"),
     mutant(
         "the first beam writes to a tail that others hold",
         "_tails_to_copy",

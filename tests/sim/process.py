@@ -78,6 +78,7 @@ class WorkerProcess:
             poisoned=frozenset((BAD_TOKEN,)),
             bad_sequences=simulation.bad_sequences,
             gates_grammars=capacity.gates_grammars,
+            is_bidirectional=capacity.is_bidirectional,
             is_late=simulation.is_late,
         )
         simulation.at(connection.send_up(simulation.time, simulation._delay()), simulation.receive_ready, connection)

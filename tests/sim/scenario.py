@@ -92,6 +92,10 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     has_grammars = grammars.random() < 0.25
     if has_grammars:
         capacity = replace(capacity, gates_grammars=grammars.random() < 0.5)
+    share = 0.6
+    if Random(f"direction {seed}").random() < 0.05:
+        capacity = replace(capacity, is_bidirectional=True, sliding_window=0)
+        embeddings, share = Random(f"embeddings {seed}"), 1.0
     if capacity.sliding_window and lengths.random() < 0.6:
         arrivals = tuple(_lengthened(lengths, arrival, capacity.max_model_len) for arrival in arrivals)
     if sessions.random() < 0.3:
@@ -131,7 +135,9 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         arrivals=tuple(
             replace(
                 arrival,
-                request=_with_hints(hints, _or_an_embedding(embeddings, _with_output_mode(patience, arrival.request))),
+                request=_with_hints(
+                    hints, _or_an_embedding(embeddings, share, _with_output_mode(patience, arrival.request))
+                ),
             )
             for arrival in (_constrained(grammars, arrivals) if has_grammars else arrivals)
         ),
@@ -174,8 +180,10 @@ def _with_grammar(request: Request, grammar: Grammar, rng: Random) -> Request:
     return replace(request, sampling=sampling, grammar=grammar)
 
 
-def _or_an_embedding(rng: Random | None, request: Request) -> Request:
-    if rng is None or rng.random() < 0.4:
+def _or_an_embedding(rng: Random | None, share: float, request: Request) -> Request:
+    """Return the request, or in a `share` of the cases an embedding of its prompt. `rng` is None for a seed without
+    embeddings."""
+    if rng is None or rng.random() < 1 - share:
         return request
     pooling = rng.choice((Pooling.LAST, Pooling.MEAN))
     return replace(request, sampling=SamplingParams(pooling=pooling), max_tokens=0, n=1, beam=None, grammar=None)
