@@ -314,7 +314,7 @@ def refused_operations(kernels: CpuKernels) -> dict[str, list[Any]]:
         "experts have weights": [route, MultiplyRouted("x", "y", "routes", [*linears(7), *linears(1, 5)])],
         "not 3 slots of one width": [RouteTopK("x", "routes", ExpertRouting(3)), CombineExperts("x", "y", "routes")],
         "does not have 3 parts": [Activate("x", "y", "silu", num_parts=3)],
-        "buffer x is 8; 1 is read": [Gate("x", "x", "y")],
+        "buffer gate is 4; 8 is read": [Multiply("x", "gate", linears(1)[0]), Gate("x", "gate", "y")],
     }
 
 

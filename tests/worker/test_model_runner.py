@@ -25,11 +25,12 @@ from pagewire.common.wire.messages import (
     StepResult,
     WorkerProtocolError,
 )
-from testing.checkpoints.families import FAMILIES, make_checkpoint
+from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, make_checkpoint
 from testing.kernels.compiler import skip_without_compiler
 from testing.plans import Row, num_blocks_needed, plan_steps
 from testing.seeds import seeded
 from testing.worker.host_blocks import host_block
+from tests.thorough import thorough
 from tests.worker.runners import load
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
@@ -87,7 +88,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert generate(worker, [Row(prompt, 12) for prompt in prompts], budget) == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FIRST_FAMILIES, *thorough(*FAMILIES[len(FIRST_FAMILIES) :])])
 def test_dummy_weights_need_no_checkpoint_and_are_the_same_every_time(
     checkpoints: dict[str, Path], family: str, tmp_path: Path
 ) -> None:

@@ -165,6 +165,7 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
             "streams",
             "kernels",
             "digest",
+            "dense",
         )
     )
     assembly = loader._RunnerParts(
