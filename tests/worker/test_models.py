@@ -337,6 +337,9 @@ def test_the_text_model_of_llama4(load_model, tmp_path):
     assert loaded.network.max_position_embeddings == text["attention_chunk_size"]
     settings, length_key = text_settings(read_config(tmp_path))
     assert settings[length_key] == text["attention_chunk_size"]
+    config = read_config(tmp_path)
+    config["text_config"]["max_position_embeddings"] = 100
+    assert parse_config(config).max_position_embeddings == 100
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -706,7 +709,8 @@ def test_positions_served(tmp_path):
         ("llama", {"architectures": None, "model_type": "bert"}, r'none \(model_type "bert"\) is not supported'),
         ("llama", {"is_causal": "no"}, r'is_causal is "no", but must be true or false'),
         ("mistral", {"is_causal": False, "sliding_window": 9}, r"is_causal is false, but must be true for a model w"),
-        ("bloom", {"is_causal": False}, r"is_causal is false, .* a model with sliding windows or ALiBi"),
+        ("bloom", {"is_causal": False}, r"is_causal is false, .* sliding windows, block patterns or ALiBi"),
+        ("phi3small", {"is_causal": False}, r"is_causal is false, .* a model with sliding windows, block patterns"),
         ("llama", {"architectures": ["X"], "auto_map": {"AutoModel": "x.X"}}, r"e X is not .*own code \(auto_map"),
         ("gpt2", {"quantization_config": {"quant_method": "gptq"}}, r'quantization_config is .*, but must be unset fo'),
         ("llama", {"use_sliding_window": True}, r"use_sliding_window is true, but must be false for LlamaForCausalLM"),

@@ -54,8 +54,8 @@ def parse_config(config: JsonObject) -> Network:
         config = {**config, "tie_word_embeddings": True}
     network = BY_ARCHITECTURE[architecture].parse(config, architecture)
     if not flag(config, "is_causal", True):
-        if network.heads.alibi_slopes or any(heads.window for heads in network.layers):
-            raise unserved("is_causal", False, "true for a model with sliding windows or ALiBi")
+        if network.heads.alibi_slopes or any(heads.window or heads.pattern for heads in network.layers):
+            raise unserved("is_causal", False, "true for a model with sliding windows, block patterns or ALiBi")
         network = replace(network, is_bidirectional=True)
     heads, rope = network.heads, network.rope
     if heads.num_heads % heads.num_kv_heads:

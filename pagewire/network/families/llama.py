@@ -122,11 +122,12 @@ def _read_smollm3(config: JsonObject, architecture: str) -> Network:
 def _read_llama4(config: JsonObject, architecture: str) -> Network:
     has_rope = _layers_with_rope({**config, "no_rope_layers": config.get("no_rope_layers") or None})
     read_layer_types(config, [FULL] * len(has_rope), (FULL, "chunked_attention"))
-    (rope, *_), _ = read_rope(config, default_theta=500_000.0, is_interleaved=True)
+    (rope, *_), num_positions = read_rope(config, default_theta=500_000.0, is_interleaved=True)
     if rope is not None and rope.attention_factor != 1:
         raise unserved("rope_type", rope.rope_type, "default, linear or llama3")
     ropes = tuple(rope if has else None for has in has_rope)
-    text = TextConfig.read(config, architecture, ropes=(ropes, positive(config, _CHUNK, 8192)), default_eps=1e-5)
+    num_positions = min(num_positions, positive(config, _CHUNK, 8192))
+    text = TextConfig.read(config, architecture, ropes=(ropes, num_positions), default_eps=1e-5)
     growth = None
     if config.get("attn_temperature_tuning", True):
         beta, interval = number(config, "attn_scale", 0.1), positive(config, "floor_scale", 8192)
