@@ -117,6 +117,18 @@ def test_scaled_rotations_are_the_checkpoints(tmp_path: Path, rope: dict[str, An
     assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == expected
 
 
+def test_files_without_a_type_scale_positions_linearly(tmp_path: Path) -> None:
+    """As in llama.cpp, "linear" is the default type of scaling, also for the factor's old name."""
+    source = make_checkpoint(tmp_path / "model", "llama", seed=3)
+    settings = ({"scale_linear": 4.0}, {"scaling.factor": 4.0}, {"scaling.type": "linear", "scaling.factor": 4.0})
+    models = []
+    for number, keys in enumerate(settings):
+        own = {f"llama.rope.{key}": value for key, value in keys.items()}
+        models.append(load_config(write_gguf(tmp_path / f"{number}.gguf", source, "F32", settings=own)))
+    assert models[0] == models[1] == models[2]
+    assert models[0] != load_config(source)
+
+
 @pytest.mark.parametrize("original", [128, 32])
 def test_phi3_has_its_factors_in_tensors(tmp_path: Path, original: int) -> None:
     """The factors for long sequences apply if the model supports such lengths. Only a part of each head is rotated."""

@@ -185,7 +185,7 @@ def _rope(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str
     The tensor rope_freqs.weight, which scales each frequency, is not included. It is read with the weights.
     """
     scaling = Metadata(keys.file, f"{keys.prefix}rope.scaling.")
-    kind = scaling.text("type", "linear" if scaling.has("factor") else "none")
+    kind = scaling.text("type", "linear")
     rope: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}
     if beta := keys.number("attention.temperature_scale", 0.0):
         original = scaling.whole("original_context_length", keys.whole("context_length"))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pagewire.network.weight_formats import ANY, HEAD, QuantizationRule, WeightFormat, component_rules, flag, unserved
+from pagewire.network.weight_formats import ANY, QuantizationRule, WeightFormat, component_rules, flag, unserved
 
 _TYPES = ("nf4", "fp4")
 
@@ -12,7 +12,6 @@ def bitsandbytes_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]
     """Yield the quantisation rules of a bitsandbytes checkpoint, in order of precedence. Outliers of activations
     (`llm_int8_threshold`) are ignored, because inputs are not rounded per tensor."""
     yield from component_rules(section, "llm_int8_skip_modules")
-    yield QuantizationRule(HEAD, None)
     if flag(section, "load_in_8bit", False):
         yield QuantizationRule(ANY, WeightFormat("llm-int8", 8, 1, 0))
         return
