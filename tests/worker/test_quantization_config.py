@@ -199,6 +199,10 @@ def test_names_come_before_patterns_and_classes():
         ),
         ({**QUARK, "global_quant_config": {"weight": [FP4]}}, r"weight is .*, but must be fp4 per group of 32 with"),
         ({**QUARK, "global_quant_config": {"weight": {**FP4, "group_size": 16}}}, r"weight is .*, but must be fp4 per"),
+        (
+            {**QUARK, "global_quant_config": {"input_tensors": FP4, "weight": {"is_dynamic": False, "dtype": "uint4"}}},
+            r'weight is {"dtype": "uint4"}, but must be fp4',
+        ),
         ({**QUARK, "global_quant_config": 4}, r"weight is 4, but must be fp4 per group of 32 with e8m0"),
         ({**QUARK, "layer_quant_config": [4]}, r"layer_quant_config is \[4\], but must be an object of settings"),
         (

@@ -13,6 +13,7 @@ from pagewire.network.weight_formats import (
     unserved,
 )
 
+_DECISIVE = ("dtype", "qscheme", "group_size", "scale_format")
 _SUPPORTED = "fp4 per group of 32 with e8m0 scales, or fp8_e4m3 per tensor or channel"
 
 
@@ -43,4 +44,7 @@ def _format(settings: object) -> WeightFormat | None:
             inputs = others.get("input_tensors")
             rounds = isinstance(inputs, Mapping) and inputs.get("dtype") == "fp8_e4m3"
             return WeightFormat("float-quantized", 8, int(scheme == "per_channel"), 0, rounds_inputs=rounds)
-    raise unserved("weight", settings, _SUPPORTED)
+    weight = settings.get("weight") if isinstance(settings, Mapping) else settings
+    if isinstance(weight, Mapping):  # without the settings that do not decide
+        weight = {key: weight[key] for key in _DECISIVE if key in weight}
+    raise unserved("weight", weight, _SUPPORTED)
