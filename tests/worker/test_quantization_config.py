@@ -92,8 +92,8 @@ def test_a_config_without_one_is_not_quantised():
     ],
 )  # fmt: skip
 def test_a_method_has_the_format_that_it_says(section, expected):
-    # With FP8, the file of the head's weight decides whether it is quantised.
-    head = expected if section["quant_method"] == "fp8" else None
+    # With these methods, the file of the head's weight decides whether it is quantised.
+    head = expected if section["quant_method"] in ("fp8", "bitsandbytes") else None
     assert formats(section, QUERIES, DOWN, HEAD) == [expected, expected, head]
 
 

@@ -10,7 +10,8 @@ _TYPES = ("nf4", "fp4")
 
 def bitsandbytes_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     """Yield the quantisation rules of a bitsandbytes checkpoint, in order of precedence. Outliers of activations
-    (`llm_int8_threshold`) are ignored, because inputs are not rounded per tensor."""
+    (`llm_int8_threshold`) are ignored, because inputs are not rounded per tensor. The LM head is quantised if it is
+    stored so: a list of modules to skip replaces transformers' default, which names the head."""
     yield from component_rules(section, "llm_int8_skip_modules")
     if flag(section, "load_in_8bit", False):
         yield QuantizationRule(ANY, WeightFormat("llm-int8", 8, 1, 0))
