@@ -233,7 +233,9 @@ class LLM:
         """Return the embedding of each prompt, in the order of the prompts.
 
         An embedding is computed from the hidden states of the prompt's tokens, pooled as the checkpoint specifies, and
-        normalized to length 1. The arguments are the same as for `generate`.
+        normalized to length 1. As in vLLM, texts are embedded as given: without the prompts of the checkpoint's
+        config_sentence_transformers.json, which `Client.embed` and the HTTP APIs apply. The arguments are the same as
+        for `generate`.
         """
         _refuse_adapters(lora_request)
         given = _split(prompts)

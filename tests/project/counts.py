@@ -18,7 +18,7 @@ from testing.sources import PACKAGES, ROOT, module_name, parse, sources, walk
 # name field, value and remedy (80), keys, templates, hosts and owners of ports (125), chats and status on terminals
 # (290), and what people run without a new kind of memory (1,360): 27 more architectures, embedders that attend in both
 # directions, and the formats of their files.
-MAX_STATEMENTS = 38_080
+MAX_STATEMENTS = 38_085
 # A larger class should be split, except these, which have one purpose for their callers.
 MAX_METHODS = 20
 LARGE_CLASSES = {

@@ -71,4 +71,4 @@ def _expert_layers(text: TextConfig) -> Callable[[int, str], Iterator[Operation]
     return mlp
 
 
-FAMILY = Family(("AfmoeForCausalLM",), _read, defaults={"head_dim": 128})
+FAMILY = Family(("AfmoeForCausalLM",), _read, defaults={"head_dim": 128, "num_experts_per_tok": 8})

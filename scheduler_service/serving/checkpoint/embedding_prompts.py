@@ -7,7 +7,7 @@ from pathlib import Path
 from pagewire.common.gguf import read_settings, unserved
 
 _FILE = "config_sentence_transformers.json"
-_EMPTY = ("query", "document")  # sentence-transformers adds these names without a text if the file lacks them
+_EMPTY = {"query": "", "document": ""}  # sentence-transformers adds these if the file lacks them
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,4 +28,5 @@ def read_embedding_prompts(directory: Path) -> EmbeddingPrompts:
         raise unserved(path, "prompts", texts, "an object of texts")
     if default not in (None, *texts, *_EMPTY):
         raise unserved(path, "default_prompt_name", default, f"one of {', '.join(texts)}, or null")
-    return EmbeddingPrompts({name: text or "" for name, text in texts.items()}, default)
+    known = _EMPTY if config else {}
+    return EmbeddingPrompts({**known, **{name: text or "" for name, text in texts.items()}}, default)
