@@ -206,6 +206,7 @@ def test_a_scheduler_downloads_no_weights(served: tuple[Hub, str], tmp_path: Pat
     assert names_in(Path(ended.stdout.split()[0])) == {*SMALL, "model.safetensors"}
 
 
+@pytest.mark.thorough
 def test_a_revision(served: tuple[Hub, str], tmp_path: Path) -> None:
     for revision in ("v1", "b" * 40):
         ended = run(locating("org/tagged", revision), environ(tmp_path / "hf", served[1]), tmp_path)
@@ -250,6 +251,7 @@ def test_offline_it_says_what_to_do(tmp_path: Path) -> None:
         assert "hf download org/whole" in ended.stderr
 
 
+@pytest.mark.thorough
 def test_a_hub_that_is_out_of_order(served: tuple[Hub, str], tmp_path: Path) -> None:
     served[0].is_broken = True
     ended = run(locating("org/whole"), environ(tmp_path / "hf", served[1]), tmp_path)
@@ -258,6 +260,7 @@ def test_a_hub_that_is_out_of_order(served: tuple[Hub, str], tmp_path: Path) -> 
     assert "500" in ended.stderr.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_a_cache_that_another_program_has_filled(tmp_path: Path) -> None:
     """The cache as older versions of huggingface_hub leave it: links to blobs, and no list of the
     repository's files.
@@ -297,6 +300,7 @@ def test_ctrl_c_ends_a_download_and_the_next_one_completes_it(served: tuple[Hub,
     assert (Path(ended.stdout.split()[0]) / "model.safetensors").read_bytes() == WEIGHTS
 
 
+@pytest.mark.thorough
 def test_a_terminal_shows_a_progress_bar(served: tuple[Hub, str], tmp_path: Path) -> None:
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 120))
@@ -314,6 +318,7 @@ def test_a_terminal_shows_a_progress_bar(served: tuple[Hub, str], tmp_path: Path
     assert b"200kB" in shown or b"200k" in shown
 
 
+@pytest.mark.thorough
 def test_without_a_huggingface_hub_that_can(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "huggingface_hub.py").write_text("snapshot_download = None\n")

@@ -175,6 +175,7 @@ def test_parameters_for_each_prompt(llm: LLM) -> None:
     assert len(llm.generate(PROMPTS[0])[0]["token_ids"]) <= 16
 
 
+@pytest.mark.thorough
 def test_tokens_beyond_the_context_are_as_many_as_fit(llm: LLM) -> None:
     max_tokens = llm.client.info().max_sequence_tokens
     [output] = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True))
@@ -386,6 +387,7 @@ def test_encode_embeds(llm: LLM) -> None:
         llm.encode(PROMPTS, {"dimensions": 8})  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_default_parameters_are_vllms_with_the_checkpoints_choices(llm: LLM, tmp_path: Path) -> None:
     assert llm.get_default_sampling_params() == SamplingParams()
     directory = tmp_path / "chosen"
@@ -620,6 +622,7 @@ def test_a_model_that_cannot_be_served_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_llm_ignores_server_options_in_a_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("tenants: /nowhere\ntls-cert: /nowhere\nhealth-port: 1\nmax-model-len: 40\n")

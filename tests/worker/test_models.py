@@ -42,6 +42,7 @@ from testing.worker.model_logits import (
     transformers_logits,
     use_kernels,
 )
+from tests.thorough import thorough
 from worker_service.attention import AttentionBatch
 from worker_service.host.cpu_decoder import CpuDecoder, host_model
 from worker_service.host.cpu_operations import create_host_operations
@@ -225,7 +226,16 @@ def name_of(value):
     return value if isinstance(value, str) else "-".join(f"{key}={x}" for key, x in value.items())[:60] or "plain"
 
 
-@pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=name_of)
+# All families without overrides, and every other of the rest; `make test-all` has all.
+NUM_PLAIN = len(FAMILIES) - len(FIRST_FAMILIES)
+SPARED = VARIANTS[NUM_PLAIN::2]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [*VARIANTS[:NUM_PLAIN], *VARIANTS[NUM_PLAIN + 1 :: 2], *thorough(*SPARED)],
+    ids=name_of,
+)
 def test_equals_transformers(load_model, tmp_path, family, overrides):
     path = make_checkpoint(tmp_path, family, seed=11, **overrides)
     token_ids = random_tokens()

@@ -18,6 +18,7 @@ from scheduler_service.api.http.transport import connection, event_stream, http_
 from testing.serving.certificates import Authority
 from testing.serving.http_server import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.http.sockets import PATH, VERSION, Stream, answer_to, connected, posted, status_of
+from tests.thorough import thorough
 
 lasting_server = server_of_the_module("lasting_server")
 
@@ -219,7 +220,7 @@ async def test_a_client_that_reads_nothing_loses_its_request(
         await server.stack.until_idle()
 
 
-@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("has_tls", [False, *thorough(True)], ids=["plain", "tls"])
 async def test_answers_that_are_not_read_have_a_bound_together(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_connections: set[object], has_tls: bool
 ) -> None:

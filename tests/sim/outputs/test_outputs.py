@@ -20,8 +20,9 @@ from tests.thorough import thorough
 ROOT = Path(__file__).parents[3]
 
 
-def test_some_seeds():
-    summary = CAMPAIGN.run(0, 300, num_jobs=1)
+@pytest.mark.parametrize(("first", "num_seeds"), [(0, 100), *thorough((100, 200))])
+def test_some_seeds(first, num_seeds):
+    summary = CAMPAIGN.run(first, num_seeds, num_jobs=1)
     print(f"{summary.num_seeds} seeds, {summary.numbers['num_events']} events that clients saw")
     assert not summary.failures, CAMPAIGN.failed(summary)
 
