@@ -318,7 +318,7 @@ def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, max_dis
 def _mix_sparsely(left, ranked, experts, is_left, max_distance, NUM_CHOSEN: tl.constexpr):
     """Return the scores of SparseMixer, see `ExpertRouting.scoring`. `left` are the logits. Scores of experts that are
     not among the NUM_CHOSEN highest of `ranked` are 0."""
-    scores = tl.zeros_like(left)
+    scores, is_left = tl.zeros_like(left), tl.broadcast_to(is_left, left.shape)
     for _ in range(NUM_CHOSEN):
         is_best = _choose(ranked, experts, is_left, 1)
         top = tl.sum(tl.where(is_best, left, 0.0), axis=1)[:, None]

@@ -63,7 +63,9 @@ def serving(
     scheduler: ScriptedScheduler, credentials: grpc.ServerCredentials | None = None, *, port: int = 0
 ) -> Iterator[str]:
     """Run the server, and yield its address."""
-    server = grpc.server(ThreadPoolExecutor(max_workers=8), options=[("grpc.so_reuseport", 0)])
+    # As a scheduler, the server allows any number of pings. On a loaded machine a test can last many.
+    options = [("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
+    server = grpc.server(ThreadPoolExecutor(max_workers=8), options=options)
     pb_grpc.add_SchedulerServiceServicer_to_server(scheduler, server)
     if credentials is None:
         port = server.add_insecure_port(f"127.0.0.1:{port}")

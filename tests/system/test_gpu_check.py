@@ -50,7 +50,7 @@ def test_a_part_runs_in_a_process_of_its_own_and_its_results_are_kept(
     output = tmp_path / "results" / "gpu_check.json"
     # Each slice's process imports transformers, which takes seconds.
     monkeypatch.setattr(check, "CASES_PER_SLICE", 20)
-    assert len(check.slices_of("graphs")) == 2
+    assert len(check.slices_of("graphs")) == 3
     assert rehearse(output, "sampling", "graphs") == 0
     before = results_of(output)
     (sampled,) = before["sampling"]

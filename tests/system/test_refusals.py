@@ -70,7 +70,7 @@ def cut(path: Path) -> None:
 KNOWN_BEFORE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "architecture": (edit(architectures=["MambaForCausalLM"]), [], "architecture MambaForCausalLM is not supported"),
     "no architecture": (edit(architectures=[{}]), [], "architectures is [{}], but must be a list of names"),
-    "quantised": (edit(quantization_config={"quant_method": "hqq"}), [], 'quant_method is "hqq", but must be one of c'),
+    "quantised": (edit(quantization_config={"quant_method": "hqq"}), [], "the weights are codes of HQQ (hqq)"),
     "quantised already": (
         edit(quantization_config={"quant_method": "fp8"}),
         ["--quantization=int8"],
