@@ -70,7 +70,7 @@ def calls_with_results(num: int) -> list[dict[str, Any]]:
 
 
 def test_results_find_their_calls_at_once() -> None:
-    check_growth("results", lambda num: partial(rendered, calls_with_results(num), SINGLE), 1000)
+    check_growth("results", lambda num: partial(rendered, calls_with_results(num), SINGLE), 500)
     answer = [*calls_with_results(2), {"role": "tool", "tool_call_id": "other", "content": "s"}]
     assert rendered(answer, SINGLE) == "<user>q<assistant>{}<tool>r<assistant>{}<tool>r<tool>s"
 
@@ -94,7 +94,7 @@ def test_a_last_message_is_found_at_once(content: Callable[[int], str]) -> None:
 
         return search
 
-    check_growth("a prompt", searching, 50_000)
+    check_growth("a prompt", searching, 25_000)
 
 
 def test_the_last_place_of_a_message_counts() -> None:

@@ -96,7 +96,7 @@ def test_a_text_costs_as_much_as_it_is_long(reader: str) -> None:
                 text = piece * (size // len(piece)) + end
                 return lambda: read(text)
 
-            check_growth((piece, end), prepare, 8000)
+            check_growth((piece, end), prepare, 4000)
 
 
 def test_arguments_cost_as_much_as_they_are_long() -> None:
@@ -111,7 +111,7 @@ def test_arguments_cost_as_much_as_they_are_long() -> None:
         reader = SampleReader(format_of(spelling.template).parser("", {"f": {}}))
         return lambda: reader.read(text, is_last=True)
 
-    check_growth("parameters", prepare, 1000)
+    check_growth("parameters", prepare, 500)
 
 
 class _Decoder:
@@ -139,7 +139,7 @@ def test_a_token_of_a_long_output_is_read_as_fast_as_the_first(is_kept: bool) ->
 
         return run
 
-    check_growth("tokens", prepare, 25_000)
+    check_growth("tokens", prepare, 12_500)
 
 
 def test_the_text_of_an_output_is_read_in_any_pieces() -> None:
@@ -216,4 +216,4 @@ def test_a_token_of_a_long_output_is_printed_as_fast_as_the_first() -> None:
 
         return run
 
-    check_growth("tokens", prepare, 25_000)
+    check_growth("tokens", prepare, 12_500)

@@ -349,7 +349,7 @@ async def test_a_long_line_is_read_in_linear_time() -> None:
             system = f"x-anthropic-billing-header:{line}"
             chat_of(msgspec.convert({"messages": [QUESTION], "system": system}, CountTokensRequest))
 
-    check_growth("a line", lambda number: partial(read, number), 10_000)
+    check_growth("a line", lambda number: partial(read, number), 5000)
 
 
 async def test_images_in_results_are_said_to_be_left_out(

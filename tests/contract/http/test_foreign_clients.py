@@ -115,7 +115,7 @@ async def test_a_body_is_read_as_meant_in_linear_time() -> None:
         body = json.dumps({"max_tokens": 4.0, "messages": [turn] * number}).encode()
         assert len(decode_body(body, MessagesRequest).messages) == number
 
-    check_growth("a body", lambda number: partial(read, number), 500)
+    check_growth("a body", lambda number: partial(read, number), 250)
 
 
 async def test_top_logprobs_of_zero_asks_for_nothing(server: HttpServer) -> None:

@@ -238,7 +238,7 @@ async def test_many_results_of_tools_without_calls_cost_linear_time() -> None:
         results = [OllamaMessage("tool", tool_name="now")] * size
         return partial(chat_of, OllamaChatRequest(messages=[OllamaMessage("assistant", tool_calls=calls), *results]))
 
-    check_growth("calls and results of another tool", prepare, 1000)
+    check_growth("calls and results of another tool", prepare, 500)
 
 
 async def test_an_unfinished_answer_is_continued(server: HttpServer) -> None:
