@@ -75,7 +75,7 @@ def plan_steps(
             step=len(steps) + 1,
             released_slots=tuple(released),
             openings=tuple(openings),
-            append_slots=tuple(slot for slot, _ in appends),
+            append_tables=tuple(slot for slot, _ in appends),
             append_block_ids=tuple(block for _, block in appends),
             work_slots=tuple(slot for slot, _ in patches),
             work_num_tokens=tuple(num_tokens for _, num_tokens in patches),

@@ -24,6 +24,7 @@ class WorkerInfo:
     grammar_version: str
     weight_format: str
     weight_bytes: int
+    layer_group_windows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

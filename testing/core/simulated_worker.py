@@ -99,11 +99,16 @@ def reference(prompt: Iterable[int], num_tokens: int, *, seed: int, sample_index
     return output
 
 
+def _of_group(digests: list[int], group: int) -> list[int]:
+    """Return what a block of a layer group contains for these digests, so that no group reads another group's block."""
+    return [value if value == BAD else value ^ group for value in digests]
+
+
 @dataclass(slots=True)
 class Row:
     opening: RowOpening
     token_ids: list[int]
-    block_ids: list[int]
+    tables: list[list[int]]  # the block table of each layer group
     num_computed: int
     work: int = 0
     digests: list[int] = field(default_factory=list)  # digests of the first token_ids, as far as needed
@@ -118,7 +123,7 @@ class Row:
         return replace(
             self,
             token_ids=self.token_ids.copy(),
-            block_ids=self.block_ids.copy(),
+            tables=[table.copy() for table in self.tables],
             digests=self.digests.copy(),
             matcher=self.matcher and self.matcher.copy(),
             work=0,
@@ -143,7 +148,7 @@ class SimulatedWorker:
     max_num_seqs: int
     max_num_batched_tokens: int
     num_host_blocks: int = 0
-    sliding_window: int = 0  # tokens that a query may read, including itself; 0: all
+    windows: tuple[int, ...] = (0,)  # of each layer group: tokens that a query may read, including itself; 0: all
     is_bidirectional: bool = False  # tokens also read later ones, so that a step computes all tokens of a row
     rows: dict[int, Row] = field(default_factory=dict)
     last_step: int = 0
@@ -292,16 +297,21 @@ class SimulatedWorker:
         assert len(set(plan.append_token_slots)) == len(plan.append_token_slots), "a row gets two tokens"
 
     def _patch(self, plan: StepPlan) -> None:
-        for slot, block in zip(plan.append_slots, plan.append_block_ids, strict=True):
+        for number, block in zip(plan.append_tables, plan.append_block_ids, strict=True):
             assert 1 <= block <= self.num_blocks
-            self.rows[slot].block_ids.append(block)
-        for slot, index, block in zip(plan.set_block_slots, plan.set_block_indexes, plan.set_block_ids, strict=True):
+            self._table(number).append(block)
+        for number, index, block in zip(plan.set_block_tables, plan.set_block_indexes, plan.set_block_ids, strict=True):
             assert 1 <= block <= self.num_blocks
-            assert 0 <= index < len(self.rows[slot].block_ids)
-            self.rows[slot].block_ids[index] = block
+            table = self._table(number)
+            assert 0 <= index < len(table)
+            table[index] = block
         for slot, num_tokens in zip(plan.work_slots, plan.work_num_tokens, strict=True):
             self.rows[slot].work = num_tokens
         assert len(set(plan.work_slots)) == len(plan.work_slots), "a row is patched twice"
+
+    def _table(self, number: int) -> list[int]:
+        group, slot = divmod(number, self.max_num_seqs)
+        return self.rows[slot].tables[group]
 
     def _open(self, opening: RowOpening) -> None:
         assert opening.slot not in self.rows
@@ -309,7 +319,9 @@ class SimulatedWorker:
         assert 1 <= opening.num_prompt_tokens <= len(opening.token_ids)
         assert 0 <= opening.num_computed_tokens < len(opening.token_ids)
         assert all(0 <= block <= self.num_blocks for block in opening.block_ids)
-        row = Row(opening, list(opening.token_ids), list(opening.block_ids), opening.num_computed_tokens)
+        tables = [list(table) for table in opening.block_tables]
+        assert len(tables) == len(self.windows), "a row does not have one table for each layer group"
+        row = Row(opening, list(opening.token_ids), tables, opening.num_computed_tokens)
         if opening.grammar_id and self.reads_grammars:
             assert opening.grammar_id in self.ready_grammars, "a row opens with a grammar that is not ready"
             added = self.grammars[opening.grammar_id]
@@ -330,12 +342,14 @@ class SimulatedWorker:
             assert end <= len(row.token_ids), "a row computes beyond its tokens"
             is_whole = not row.num_computed and end == len(row.token_ids)
             assert is_whole or not self.is_bidirectional, "a row of a bidirectional model is computed in parts"
-            assert end <= len(row.block_ids) * self.block_size, "a row computes beyond its blocks"
+            assert end <= min(map(len, row.tables)) * self.block_size, "a row computes beyond its blocks"
             self._digest(row, end)
-            self._read(row)
+            for group in range(len(self.windows)):
+                self._read(row, group)
             if end == len(row.token_ids) and row.opening.sequence_id in self.bad_sequences:
                 row.digests[row.num_computed :] = [BAD] * row.work
-            self._write(row, end, written)
+            for group in range(len(self.windows)):
+                self._write(row, group, end, written)
             if row.pooling is not Pooling.NONE:
                 row.pooled += row.digests[row.num_computed : end]
 
@@ -346,13 +360,14 @@ class SimulatedWorker:
             prefix = BAD if prefix == BAD or token_id in self.poisoned else digest(prefix, token_id)
             digests.append(prefix)
 
-    def _read(self, row: Row) -> None:
-        """Check the values that the row's queries read: all computed positions, or the window of the first query."""
-        size, start = self.block_size, row.num_computed
-        first = max(0, start - self.sliding_window + 1) if self.sliding_window else 0
+    def _read(self, row: Row, group: int) -> None:
+        """Check the values of a layer group that the row's queries read: all computed positions, or the window of the
+        first query."""
+        size, start, window = self.block_size, row.num_computed, self.windows[group]
+        first = max(0, start - window + 1) if window else 0
         while first < start:
             index = first // size
-            block, last = row.block_ids[index], min(start, (index + 1) * size)
+            block, last = row.tables[group][index], min(start, (index + 1) * size)
             assert block, f"sequence {row.opening.sequence_id} reads the hole at index {index} of its table"
             if self.pending:
                 self._assert_readable(block)
@@ -362,17 +377,17 @@ class SimulatedWorker:
             if BAD in content:  # it reads invalid values of other rows, so its own become invalid
                 bad = first + content.index(BAD)
                 row.digests[bad:] = [BAD] * (len(row.digests) - bad)
-            assert content == row.digests[first:last], (
+            assert content == _of_group(row.digests[first:last], group), (
                 f"sequence {row.opening.sequence_id} reads what is not its own: positions {first} to {last} of its "
-                f"{start} computed, in block {block}"
+                f"{start} computed, in block {block} of layer group {group}"
             )
             first = last
 
-    def _write(self, row: Row, end: int, written: set[int]) -> None:
+    def _write(self, row: Row, group: int, end: int, written: set[int]) -> None:
         size, position = self.block_size, row.num_computed
         while position < end:
             index = position // size
-            block, last = row.block_ids[index], min(end, (index + 1) * size)
+            block, last = row.tables[group][index], min(end, (index + 1) * size)
             assert block, f"sequence {row.opening.sequence_id} writes to the hole at index {index} of its table"
             assert block not in written, f"S12: two rows write to block {block}"
             written.add(block)
@@ -381,7 +396,7 @@ class SimulatedWorker:
             content = self.kv.get(block)
             if content is None:
                 content = self.kv[block] = [NOISE] * size
-            content[position - index * size : last - index * size] = row.digests[position:last]
+            content[position - index * size : last - index * size] = _of_group(row.digests[position:last], group)
             position = last
 
     # Results

@@ -107,7 +107,7 @@ def test_every_column_of_a_plan_has_its_phase() -> None:
     A column's name begins with its phase, so no other list of columns is needed.
     """
     assert [name for names in PHASES.values() for name in names] == [*StepPlan.__slots__[2:]]
-    assert PHASES["set_blocks"] == ("set_block_slots", "set_block_indexes", "set_block_ids")
+    assert PHASES["set_blocks"] == ("set_block_tables", "set_block_indexes", "set_block_ids")
     assert PHASES["openings"] == ("openings",)
 
 
@@ -118,6 +118,6 @@ def test_absent_columns_cost_no_byte() -> None:
 
 def test_a_plan_of_256_decoding_rows_is_small() -> None:
     advancing = StepPlan(
-        epoch=2**61, step=100_000, append_slots=tuple(range(16)), append_block_ids=tuple(range(60_000, 60_016))
+        epoch=2**61, step=100_000, append_tables=tuple(range(16)), append_block_ids=tuple(range(60_000, 60_016))
     )
     assert len(encode_request(advancing).SerializeToString()) < 2000

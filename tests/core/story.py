@@ -159,8 +159,8 @@ class Story:
         for name, target in forks:  # the rows of a beam search are distinguished by their slots
             rows[target] = f"{name.partition('.')[0]}.{target}"
         yield "forks", [f"{name}>{rows[target]}" for name, target in forks]
-        yield "appends", [f"{rows[slot]}+{block}" for slot, block in pairs(plan.append_slots, plan.append_block_ids)]
-        replaced = pairs(plan.set_block_slots, plan.set_block_indexes, plan.set_block_ids)
+        yield "appends", [f"{rows[slot]}+{block}" for slot, block in pairs(plan.append_tables, plan.append_block_ids)]
+        replaced = pairs(plan.set_block_tables, plan.set_block_indexes, plan.set_block_ids)
         yield "replaces", [f"{rows[slot]}[{index}]={block}" for slot, index, block in replaced]
         yield (
             "tells",
@@ -218,10 +218,16 @@ class Story:
 
     # The worker
 
-    def do_worker(self, *, blocks: int, host_blocks: int = 0, held_moves=False, **options) -> Iterator[str]:
+    def do_worker(
+        self, *, blocks: int, windows="0", host_blocks: int = 0, held_moves=False, **options
+    ) -> Iterator[str]:
         self._epoch += 1
         given = {name: options.pop(name) for name in _CAPACITY & options.keys()}
-        capacity = replace(capacity_of(blocks, num_host_blocks=host_blocks), grammar_version="g", **given)
+        capacity = replace(
+            capacity_of(blocks, num_host_blocks=host_blocks, windows=tuple(map(int, str(windows).split(",")))),
+            grammar_version="g",
+            **given,
+        )
         self._holds_moves = held_moves
         self._rows.clear()
         self._worker = SimulatedWorker(
@@ -231,7 +237,7 @@ class Story:
             capacity.max_num_seqs,
             capacity.max_num_batched_tokens,
             num_host_blocks=capacity.num_host_blocks,
-            sliding_window=capacity.sliding_window,
+            windows=capacity.windows,
         )
         yield from self._said(self._scheduler.worker_joined(capacity, self._epoch, self._now))
 

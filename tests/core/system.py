@@ -4,7 +4,7 @@ import random
 from collections import deque
 from dataclasses import replace
 
-from pagewire.common.wire.messages import SamplingParams, StepResult, WorkerCapacity
+from pagewire.common.wire.messages import LayerGroup, SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core import explain
 from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesis
 from scheduler_service.core.request import BeamParams, EarlyStopping, EndReason, Request, TokenOutputs
@@ -21,7 +21,7 @@ def capacity_of(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     num_host_blocks: int = 0,
-    sliding_window: int = 0,
+    windows: tuple[int, ...] = (0,),
 ):
     return WorkerCapacity(
         worker_id="w",
@@ -38,7 +38,7 @@ def capacity_of(
         attention_backend="none",
         num_host_blocks=num_host_blocks,
         swap_bandwidth=1e9 if num_host_blocks else 0.0,
-        sliding_window=sliding_window,
+        layer_groups=tuple(map(LayerGroup, windows)),
     )
 
 
@@ -55,13 +55,13 @@ class System:
         depth=2,
         poisoned=(),
         num_host_blocks=0,
-        window=0,
+        windows=(0,),
         delays_moves=False,
         **limits,
     ):
         options = SchedulerOptions(max_num_seqs, budget, 256, depth, **{"policy": "priority"} | limits)
         self.scheduler = Scheduler(options)
-        self.capacity = capacity_of(num_blocks, block_size, max_num_seqs, budget, num_host_blocks, window)
+        self.capacity = capacity_of(num_blocks, block_size, max_num_seqs, budget, num_host_blocks, windows)
         self.delays_moves = delays_moves
         self.hypotheses = {}
         self.poisoned = frozenset(poisoned)
@@ -129,7 +129,7 @@ class System:
             self.capacity.max_num_seqs,
             self.capacity.max_num_batched_tokens,
             num_host_blocks=self.capacity.num_host_blocks,
-            sliding_window=self.capacity.sliding_window,
+            windows=self.capacity.windows,
             poisoned=self.poisoned,
         )
         self.take(self.scheduler.worker_joined(self.capacity, self.epoch, self.now))

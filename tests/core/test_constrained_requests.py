@@ -10,6 +10,7 @@ import pytest
 
 from pagewire.common.wire.messages import (
     GrammarKind,
+    LayerGroup,
     Logprobs,
     RowStatus,
     SamplingParams,
@@ -244,8 +245,8 @@ def constrained_tokens(text: str, window: int, is_late: Callable[[int, int], boo
 
     No row has a block allocated ahead of its next plans.
     """
-    scheduler = joined(replace(CAPACITY, sliding_window=window), enable_prefix_caching=False)
-    worker = SimulatedWorker(40, 4, 97, 4, 64, sliding_window=window, is_late=is_late)
+    scheduler = joined(replace(CAPACITY, layer_groups=(LayerGroup(window),)), enable_prefix_caching=False)
+    worker = SimulatedWorker(40, 4, 97, 4, 64, windows=(window,), is_late=is_late)
     grammar = Grammar(GrammarKind.REGEX, text, (2,))
     scheduler.add(Request("r", "t", (1, 3, 4), SamplingParams(), 40, grammar=grammar), 0.0)
     results = deque([worker.execute(scheduler.schedule(0.0))])

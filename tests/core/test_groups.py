@@ -254,7 +254,7 @@ def test_content_that_is_not_cheaper_to_load_is_computed():
 
 
 def test_blocks_that_fell_out_of_the_window_are_freed():
-    system = System(num_blocks=40, window=8, budget=16)
+    system = System(num_blocks=40, windows=(8,), budget=16)
     (sequence_id,) = system.add(prompt_of(100), 50)
     system.join()
     most = 0
@@ -277,14 +277,19 @@ def test_a_request_longer_than_the_pool_runs_in_the_blocks_of_its_windows(block_
     num_rows = options.get("n", options.get("width", 1))
     num_blocks = num_rows * num_window_blocks + options.get("width", 0)
     system = System(
-        num_blocks=num_blocks, block_size=block_size, window=8, budget=64, enable_prefix_caching=caching, watermark=0.5
+        num_blocks=num_blocks,
+        block_size=block_size,
+        windows=(8,),
+        budget=64,
+        enable_prefix_caching=caching,
+        watermark=0.5,
     )
     add = system.add_beams if "width" in options else system.add
     system.join()
     add(prompt_of(150), 90, **options)
     system.run()
     system.assert_exact()
-    smaller = System(num_blocks=num_blocks - 1, block_size=block_size, window=8)
+    smaller = System(num_blocks=num_blocks - 1, block_size=block_size, windows=(8,))
     smaller.join()
     add = smaller.add_beams if "width" in options else smaller.add
     with pytest.raises(AdmissionError, match=f"has {num_blocks - 1}"):
@@ -293,7 +298,7 @@ def test_a_request_longer_than_the_pool_runs_in_the_blocks_of_its_windows(block_
 
 def test_chunks_use_free_blocks_and_preempt_no_group():
     """Two prompts longer than the pool share it chunk by chunk, beside a row that decodes."""
-    system = System(num_blocks=16, window=8, budget=64, watermark=0.0)
+    system = System(num_blocks=16, windows=(8,), budget=64, watermark=0.0)
     system.join()
     system.add(prompt_of(3), 60)
     system.plan()
@@ -306,7 +311,7 @@ def test_chunks_use_free_blocks_and_preempt_no_group():
 
 @pytest.mark.parametrize("preemption", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
 def test_requests_longer_than_the_pool_are_preempted_and_go_on(preemption):
-    system = System(num_blocks=9, num_host_blocks=20, window=8, budget=16, preemption=preemption)
+    system = System(num_blocks=9, num_host_blocks=20, windows=(8,), budget=16, preemption=preemption)
     system.join()
     for i in range(4):
         system.add(prompt_of(2, i), 120)
@@ -320,7 +325,7 @@ def test_requests_longer_than_the_pool_are_preempted_and_go_on(preemption):
 def test_rows_of_which_a_swap_keeps_nothing_are_computed_again(num_blocks, n):
     """A window of one position reads nothing before a block that a row has just begun."""
     system = System(
-        num_blocks=num_blocks, block_size=2, num_host_blocks=8, window=1, budget=16, preemption=PreemptionMode.SWAP
+        num_blocks=num_blocks, block_size=2, num_host_blocks=8, windows=(1,), budget=16, preemption=PreemptionMode.SWAP
     )
     system.join()
     for i in range(2):
@@ -332,7 +337,7 @@ def test_rows_of_which_a_swap_keeps_nothing_are_computed_again(num_blocks, n):
 
 
 def test_a_matched_prefix_holds_only_what_the_window_reads():
-    system = System(num_blocks=64, window=8, budget=256)
+    system = System(num_blocks=64, windows=(8,), budget=256)
     system.join()
     system.add(prompt_of(161), 1)
     system.run()
@@ -346,7 +351,7 @@ def test_a_matched_prefix_holds_only_what_the_window_reads():
 
 
 def test_only_what_the_window_reads_is_loaded_from_the_host():
-    system = System(num_blocks=12, num_host_blocks=64, window=8, budget=16)
+    system = System(num_blocks=12, num_host_blocks=64, windows=(8,), budget=16)
     system.join()
     system.add(prompt_of(81), 1)
     system.run()
@@ -366,7 +371,7 @@ def test_all_kinds_of_requests_longer_than_the_pool_share_it(mode):
 
     Their prompts and outputs do not fit the 40 positions of the pool.
     """
-    system = System(num_blocks=10, num_host_blocks=20, window=8, budget=16, preemption=mode)
+    system = System(num_blocks=10, num_host_blocks=20, windows=(8,), budget=16, preemption=mode)
     system.add(prompt_of(10), 200)
     system.join()
     system.run()

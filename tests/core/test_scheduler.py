@@ -74,7 +74,7 @@ def test_a_steady_plan_carries_nothing():
     for _ in range(10):
         plans.append(system.plan())
         system.complete()
-    quiet = [plan for plan in plans if not plan.append_slots]
+    quiet = [plan for plan in plans if not plan.append_tables]
     assert len(quiet) == 9  # blocks of 16: one block boundary in ten steps
     for plan in quiet[1:]:
         assert (plan.released_slots, plan.openings, plan.work_slots) == ((), (), ())
@@ -438,7 +438,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         poisoned=st.booleans(),
         num_host_blocks=st.sampled_from([0, 2, 6, 12]),
-        window=st.sampled_from([0, 0, 1, 3, 8]),
+        windows=st.sampled_from([(0,), (0,), (1,), (3,), (8,)]),
         delays_moves=st.booleans(),
         preemption=st.sampled_from(PreemptionMode),
     )
@@ -487,7 +487,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         size = self.system.capacity.block_size
         num_blocks, num_shared = -(-(length + max_tokens - 1) // size), (length - 1) // size
         num_most = num_blocks if n == 1 else num_shared + n * (num_blocks - num_shared)
-        if window := self.system.capacity.sliding_window:
+        if window := self.system.capacity.windows[0]:
             num_most = min(num_most, n * most_blocks_of(window, size))
         fits = length + max_tokens <= self.system.scheduler.max_sequence_tokens
         fits = fits and (not self.system.worker or num_most <= self.system.capacity.num_device_blocks)
@@ -559,7 +559,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             capacity.max_num_seqs,
             capacity.max_num_batched_tokens,
             capacity.num_host_blocks,
-            capacity.sliding_window,
+            capacity.windows,
         )
         self.system.join()
 

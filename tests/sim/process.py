@@ -74,7 +74,7 @@ class WorkerProcess:
             capacity.max_num_seqs,
             capacity.max_num_batched_tokens,
             capacity.num_host_blocks,
-            capacity.sliding_window,
+            capacity.windows,
             poisoned=frozenset((BAD_TOKEN,)),
             bad_sequences=simulation.bad_sequences,
             gates_grammars=capacity.gates_grammars,

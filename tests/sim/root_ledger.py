@@ -35,9 +35,9 @@ class RootLedger:
                 device[block] = root
         for source, target in zip(plan.fork_source_slots, plan.fork_target_slots, strict=True):
             self._rows[target] = self._rows[source]
-        for slot, block in zip(plan.append_slots, plan.append_block_ids, strict=True):
+        for slot, block in zip(plan.append_tables, plan.append_block_ids, strict=True):
             device[block] = self._rows[slot]
-        for slot, block in zip(plan.set_block_slots, plan.set_block_ids, strict=True):
+        for slot, block in zip(plan.set_block_tables, plan.set_block_ids, strict=True):
             device[block] = self._rows[slot]
         for root, blocks in openings:  # checked last: the blocks may be computed by a row of this very plan
             for block in blocks:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from pagewire.common.wire.messages import GrammarKind, Pooling, SamplingParams, WorkerCapacity
+from pagewire.common.wire.messages import GrammarKind, LayerGroup, Pooling, SamplingParams, WorkerCapacity
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import BeamParams, EarlyStopping, Grammar, OutputMode, Request
@@ -94,9 +94,9 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         capacity = replace(capacity, gates_grammars=grammars.random() < 0.5)
     share = 0.6
     if Random(f"direction {seed}").random() < 0.05:
-        capacity = replace(capacity, is_bidirectional=True, sliding_window=0)
+        capacity = replace(capacity, is_bidirectional=True, layer_groups=(LayerGroup(),))
         embeddings, share = Random(f"embeddings {seed}"), 1.0
-    if capacity.sliding_window and lengths.random() < 0.6:
+    if any(capacity.windows) and lengths.random() < 0.6:
         arrivals = tuple(_lengthened(lengths, arrival, capacity.max_model_len) for arrival in arrivals)
     if sessions.random() < 0.3:
         arrivals = tuple(_renamed(sessions, arrivals))
@@ -240,7 +240,7 @@ def _draw_capacity(rng: Random) -> WorkerCapacity:
         grammar_version="g",
         num_host_blocks=rng.choice((0, rng.randint(1, 6), 12, 12, 12)),
         swap_bandwidth=rng.choice((1e4, 1e6, 1e8)),
-        sliding_window=rng.choice((0, 0, 0, rng.randint(1, 16))),
+        layer_groups=(LayerGroup(rng.choice((0, 0, 0, rng.randint(1, 16)))),),
     )
 
 
@@ -287,7 +287,7 @@ def _shrunk(request: Request, capacity: WorkerCapacity) -> Request:
     """Return the request with at most the number of sequences that the pool can hold, most of the time."""
     size = capacity.block_size
     num_blocks = -(-(len(request.prompt_token_ids) + request.max_tokens - 1) // size)
-    has_window = capacity.sliding_window and request.beam
+    has_window = any(capacity.windows) and request.beam
     num_shared = 0 if has_window else (len(request.prompt_token_ids) - 1) // size
     num_copies = 1 if request.beam else 0
     most = max(1, (capacity.num_device_blocks - num_shared) // (num_blocks - num_shared + num_copies))

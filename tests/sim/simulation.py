@@ -96,8 +96,8 @@ class Simulation(Timeline):
         self.closing: Connection | None = None  # closed by the step loop; its session does not know it yet
         self.missing_since: float | None = 0.0  # since when there has been no worker
         self.old_connections: deque[Connection] = deque(maxlen=3)
-        self.ledger = MoveLedger(scenario.capacity.block_size, scenario.capacity.sliding_window)
-        self.root_ledger = RootLedger(scenario.capacity.block_size, scenario.capacity.sliding_window)
+        self.ledger = MoveLedger(scenario.capacity.block_size, scenario.capacity.windows[0])
+        self.root_ledger = RootLedger(scenario.capacity.block_size, scenario.capacity.windows[0])
         self.cache_view = CacheView()
         self.process = WorkerProcess(self, scenario.capacity)
         self.is_calm = False  # faults have stopped
@@ -416,8 +416,8 @@ class Simulation(Timeline):
             self.note("ready", connection.epoch, _brief(self.process.capacity))
         self.dialled, self.connection = None, connection
         capacity = self.process.capacity
-        self.ledger = MoveLedger(capacity.block_size, capacity.sliding_window)
-        self.root_ledger = RootLedger(capacity.block_size, capacity.sliding_window)
+        self.ledger = MoveLedger(capacity.block_size, capacity.windows[0])
+        self.root_ledger = RootLedger(capacity.block_size, capacity.windows[0])
         self.loop.exchange.worker_ready(capacity, connection.epoch, Link(self, connection))
 
     def receive_refusal(self, connection: Connection, epoch: int) -> None:

@@ -246,7 +246,7 @@ def test_beams_choose_among_allowed_tokens_and_a_fork_goes_its_own_way(driver: D
         copy_target_blocks=pair[1].block_ids,
         fork_source_slots=(0,),
         fork_target_slots=(2,),
-        set_block_slots=(2,) * BLOCKS_PER_ROW,
+        set_block_tables=(2,) * BLOCKS_PER_ROW,
         set_block_indexes=tuple(range(BLOCKS_PER_ROW)),
         set_block_ids=pair[1].block_ids,
         **appended(*pair),

@@ -174,8 +174,8 @@ COUNTED = (
     "swap_in_host_blocks",
     "copy_source_blocks",
     "fork_source_slots",
-    "append_slots",
-    "set_block_slots",
+    "append_tables",
+    "set_block_tables",
     "append_token_slots",
 )
 

@@ -378,9 +378,9 @@ def test_fork_goes_on_exactly_as_its_source(checkpoints: dict[str, Path], num_pr
     tail = (num_prompt_tokens + 3) // 16  # the block that both rows continue to write
     fork = {"fork_source_slots": (0,), "fork_target_slots": (3,)}
     copy = {"copy_source_blocks": (tail + 1,), "copy_target_blocks": (9,)}
-    own = {"set_block_slots": (3,), "set_block_indexes": (tail,), "set_block_ids": (9,)}
+    own = {"set_block_tables": (3,), "set_block_indexes": (tail,), "set_block_ids": (9,)}
     wake = {"work_slots": (3,), "work_num_tokens": (1,)}
-    appended = {"append_slots": (3,), "append_block_ids": (10,)}
+    appended = {"append_tables": (3,), "append_block_ids": (10,)}
     for token_ids, logprobs in run_on(worker, 5, 6, **fork, **copy, **own, **appended, **wake):
         assert token_ids[0] == token_ids[1]
         assert logprobs[0] == logprobs[1]
@@ -407,7 +407,7 @@ def test_beams_report_candidates_and_take_the_tokens_they_are_given(checkpoints:
         "copy_target_blocks": (5,),
         "fork_source_slots": (0,),
         "fork_target_slots": (2,),
-        "set_block_slots": (2,),
+        "set_block_tables": (2,),
         "set_block_indexes": (1,),
         "set_block_ids": (5,),
     }
@@ -464,7 +464,7 @@ def test_blocks_out_of_the_window_are_never_read(
     """As soon as a block is outside the window, it is filled with NaN and belongs to another row."""
     path = make_checkpoint(tmp_path, family, seed=27, **overrides)
     worker = load(path, block_size=block_size)
-    window = worker.ready.sliding_window
+    window = worker.ready.windows[0]
     assert window == overrides["sliding_window"]
     prompts = random_prompts(27, [1, 5, 20, 45, 70])
     rows = [Row(prompt, 40) for prompt in prompts]

@@ -56,7 +56,7 @@ def test_working_set_persists_and_is_patched() -> None:
     assert step(table, work_slots=(0,), work_num_tokens=(0,)) == [(2, 6, 1, True)]
     assert step(table, work_slots=(0,), work_num_tokens=(1,)) == [(0, 7, 1, True), (2, 7, 1, True)]
     assert table.token_ids[0, :9].tolist() == [1, 2, 3, 4, 5, 6, 7, 7, 7]
-    assert step(table, released_slots=(0,), append_slots=(2,), append_block_ids=(9,)) == [(2, 8, 1, True)]
+    assert step(table, released_slots=(0,), append_tables=(2,), append_block_ids=(9,)) == [(2, 8, 1, True)]
     assert table.block_tables[2].tolist() == [1, 2, 3, 9, 0]
     assert not table.block_tables[0].any()
 
@@ -161,9 +161,9 @@ def test_blocks_are_set_and_tokens_appended_after_forks() -> None:
         table,
         fork_source_slots=(0,),
         fork_target_slots=(3,),
-        append_slots=(3, 0, 3),
+        append_tables=(3, 0, 3),
         append_block_ids=(4, 5, 6),
-        set_block_slots=(3, 3),
+        set_block_tables=(3, 3),
         set_block_indexes=(1, 4),
         set_block_ids=(9, 10),
         append_token_slots=(3, 0),
@@ -253,15 +253,15 @@ def test_there_are_no_holes_without_a_window() -> None:
         ({"fork_source_slots": (0,), "fork_target_slots": (2**32 - 1,)}, "slot 4294967295 is out of range"),
         ({"fork_source_slots": (0, 0), "fork_target_slots": (1, 1)}, "two forks have the same target"),
         (
-            {"set_block_slots": (0,), "set_block_indexes": (0,)},
+            {"set_block_tables": (0,), "set_block_indexes": (0,)},
             "set blocks: the columns have different lengths: 1, 1, 0",
         ),
         ({"set_block_ids": (1,)}, "set blocks: the columns have different lengths: 0, 0, 1"),
-        ({"set_block_slots": (1,), "set_block_indexes": (0,), "set_block_ids": (1,)}, "slot 1 is vacant"),
-        ({"set_block_slots": (0,), "set_block_indexes": (3,), "set_block_ids": (1,)}, "gets block 3 set; it has 3"),
-        ({"set_block_slots": (0,), "set_block_indexes": (2**32 - 1,), "set_block_ids": (1,)}, "it has 3"),
-        ({"set_block_slots": (0,), "set_block_indexes": (0,), "set_block_ids": (0,)}, "gets block 0"),
-        ({"set_block_slots": (0,), "set_block_indexes": (0,), "set_block_ids": (11,)}, "gets block 11"),
+        ({"set_block_tables": (1,), "set_block_indexes": (0,), "set_block_ids": (1,)}, "slot 1 is vacant"),
+        ({"set_block_tables": (0,), "set_block_indexes": (3,), "set_block_ids": (1,)}, "gets block 3 set; it has 3"),
+        ({"set_block_tables": (0,), "set_block_indexes": (2**32 - 1,), "set_block_ids": (1,)}, "it has 3"),
+        ({"set_block_tables": (0,), "set_block_indexes": (0,), "set_block_ids": (0,)}, "gets block 0"),
+        ({"set_block_tables": (0,), "set_block_indexes": (0,), "set_block_ids": (11,)}, "gets block 11"),
         ({"append_token_slots": (0,)}, "appended tokens: the columns have different lengths: 1, 0"),
         ({"append_token_slots": (1,), "append_token_ids": (1,)}, "slot 1 is vacant"),
         ({"append_token_slots": (0,), "append_token_ids": (50,)}, "slot 0 gets token 50; ids are below 50"),
@@ -274,11 +274,11 @@ def test_there_are_no_holes_without_a_window() -> None:
             },
             "slot 1 gets a token and has 20",
         ),
-        ({"append_slots": (0,)}, "appended blocks: the columns have different lengths: 1, 0"),
-        ({"append_slots": (1,), "append_block_ids": (1,)}, "slot 1 is vacant"),
-        ({"append_slots": (0,), "append_block_ids": (0,)}, "gets block 0"),
-        ({"append_slots": (0,), "append_block_ids": (11,)}, "gets block 11"),
-        ({"append_slots": (0,) * 3, "append_block_ids": (4, 5, 6)}, "has 5 blocks already"),
+        ({"append_tables": (0,)}, "appended blocks: the columns have different lengths: 1, 0"),
+        ({"append_tables": (1,), "append_block_ids": (1,)}, "slot 1 is vacant"),
+        ({"append_tables": (0,), "append_block_ids": (0,)}, "gets block 0"),
+        ({"append_tables": (0,), "append_block_ids": (11,)}, "gets block 11"),
+        ({"append_tables": (0,) * 3, "append_block_ids": (4, 5, 6)}, "has 5 blocks already"),
         ({"work_slots": (0,)}, "patches of work: the columns have different lengths: 1, 0"),
         ({"work_slots": (1,), "work_num_tokens": (1,)}, "slot 1 is vacant"),
         ({"work_slots": (0, 0), "work_num_tokens": (1, 1)}, "two patches of work name the same slot"),
@@ -342,7 +342,7 @@ def with_forks(plan: StepPlan, rng: random.Random) -> StepPlan:
         plan,
         fork_source_slots=(rng.choice([0, 1, 2, 3]) if plan.step > 1 else 0,),
         fork_target_slots=(3,),
-        set_block_slots=(3,),
+        set_block_tables=(3,),
         set_block_indexes=(0,),
         set_block_ids=(rng.randrange(1, 11),),
         append_token_slots=(3,),

@@ -86,7 +86,7 @@ class DeviceTable:
         changed = [*(opening.slot for opening in plan.openings), *plan.fork_target_slots]
         if changed:
             edits.append(self._set_parameters(np.unique(changed), table, upload))
-        if changed or plan.append_slots or plan.set_block_slots:
+        if changed or plan.append_tables or plan.set_block_tables:
             edits.append(self._set_blocks(plan, changed, table, upload))
         if plan.openings:
             edits += self._open(plan.openings, upload)
@@ -118,10 +118,10 @@ class DeviceTable:
         An entry may be written twice, with the same value.
         """
         whole = np.unique(np.array(changed, np.int64))
-        appended, num_appended = np.unique(np.array(plan.append_slots, np.int64), return_counts=True)
+        appended, num_appended = np.unique(np.array(plan.append_tables, np.int64), return_counts=True)
         num_blocks = np.concatenate([table.num_blocks[whole], num_appended])
         firsts = np.concatenate([np.zeros_like(whole), table.num_blocks[appended] - num_appended])
-        slots = np.concatenate([np.repeat([*whole, *appended], num_blocks), plan.set_block_slots]).astype(np.int64)
+        slots = np.concatenate([np.repeat([*whole, *appended], num_blocks), plan.set_block_tables]).astype(np.int64)
         indexes = np.concatenate([_ranges(firsts, num_blocks), plan.set_block_indexes]).astype(np.int64)
         return _write(self.block_tables, slots, indexes, table.block_tables[slots, indexes], upload)
 

@@ -8,7 +8,7 @@ import torch
 
 from pagewire.common.process.child_process import announce_memory
 from pagewire.common.process.memory_size import describe_memory
-from pagewire.common.wire.messages import WorkerCapacity
+from pagewire.common.wire.messages import LayerGroup, WorkerCapacity
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.quantized import BITS, quantized_format
 from pagewire.network.checkpoint_files import ADAPTER_FILE
@@ -358,7 +358,7 @@ class _RunnerParts:
             attention_backend=self.backend.name,
             num_host_blocks=cache.num_host_blocks,
             swap_bandwidth=swap_bandwidth,
-            sliding_window=self.network.sliding_window,
+            layer_groups=(LayerGroup(self.network.sliding_window, self.shape.num_layers),),
             tensor_parallel_rank=self.communicator.rank,
             tensor_parallel_size=self.communicator.size,
             quantization=self.config.quantization or "",

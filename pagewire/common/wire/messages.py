@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 # Incremented with every change of the protocol's meaning. Both sides must use the same version.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class WorkerProtocolError(Exception):
@@ -120,12 +121,21 @@ class RowOpening:
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     num_computed_tokens: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]  # the block tables of all layer groups, one after another
     sampling: SamplingParams
     seed: int
     sample_index: int
     traceparent: str = ""
     grammar_id: int = 0  # 0: the output is not constrained
+    table_lengths: tuple[int, ...] = ()  # one per layer group; empty: a single group
+
+    @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        """The block table of each layer group."""
+        if not self.table_lengths:
+            return (self.block_ids,)
+        ends = tuple(accumulate(self.table_lengths))
+        return tuple(self.block_ids[end - length : end] for end, length in zip(ends, self.table_lengths, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +162,11 @@ class StepPlan:
     # Slot fork_target_slots[i] becomes a paused copy of row fork_source_slots[i]. A target may be occupied.
     fork_source_slots: tuple[int, ...] = _column("forks")
     fork_target_slots: tuple[int, ...] = _column("forks")
-    append_slots: tuple[int, ...] = _column("appended_blocks")
+    # The block table of layer group g of the row in slot s has the number g * max_num_seqs + s.
+    append_tables: tuple[int, ...] = _column("appended_blocks")
     append_block_ids: tuple[int, ...] = _column("appended_blocks")
-    # Entry set_block_indexes[i] of the table of slot set_block_slots[i] becomes set_block_ids[i].
-    set_block_slots: tuple[int, ...] = _column("set_blocks")
+    # Entry set_block_indexes[i] of table set_block_tables[i] becomes set_block_ids[i].
+    set_block_tables: tuple[int, ...] = _column("set_blocks")
     set_block_indexes: tuple[int, ...] = _column("set_blocks")
     set_block_ids: tuple[int, ...] = _column("set_blocks")
     append_token_slots: tuple[int, ...] = _column("appended_tokens")
@@ -291,6 +302,21 @@ _COUNT = {"is_legal": lambda value: value >= 1}
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of the model whose KV cache has the same lifetime. A sequence has one block table for each layer group. A
+    block holds the keys and values of all layers of one group.
+    """
+
+    sliding_window: int = 0  # positions that any of the layers reads, including the query's own; 0: all
+    num_layers: int = 0
+
+
+def _are_ordered(groups: tuple[LayerGroup, ...]) -> bool:
+    windows = [group.sliding_window or math.inf for group in groups]
+    return windows != [] and windows == sorted(windows, reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerCapacity:
     """The capacity and properties that a worker reports to the scheduler when an epoch (one pairing of a scheduler and
     a worker) begins.
@@ -310,7 +336,6 @@ class WorkerCapacity:
     attention_backend: str
     num_host_blocks: int = 0  # their ids are 1..num_host_blocks
     swap_bandwidth: float = 0.0  # bytes per second between device and host, measured; 0 without host blocks
-    sliding_window: int = 0  # the largest window of all layers, in tokens; 0 if a layer has no window
     tensor_parallel_rank: int = 0
     # The number of ranks that share the model; each reports `block_bytes` and `weight_bytes` of its own part.
     tensor_parallel_size: int = field(default=1, metadata=_COUNT)
@@ -321,6 +346,13 @@ class WorkerCapacity:
     weight_format: str = ""  # a description
     weight_bytes: int = 0  # the memory of the model's weights
     is_bidirectional: bool = False  # tokens attend to later tokens, too: prompts are computed whole, and never cached
+    # At least one group. The group with the longest reach comes first.
+    layer_groups: tuple[LayerGroup, ...] = field(default=(LayerGroup(),), metadata={"is_legal": _are_ordered})
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The sliding window of each layer group, in tokens; 0: none."""
+        return tuple(group.sliding_window for group in self.layer_groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,10 @@ def encode_server(
 def encode_worker(capacity: WorkerCapacity, epoch: int) -> scheduler_pb2.WorkerInfo:
     """Describe the connected worker for GetServerInfo's answer. `epoch` is the number of the connection to the
     worker."""
-    return scheduler_pb2.WorkerInfo(**_common(capacity, scheduler_pb2.WorkerInfo), epoch=epoch)
+    common = _common(capacity, scheduler_pb2.WorkerInfo)
+    return scheduler_pb2.WorkerInfo(
+        **common, epoch=epoch, sliding_window=capacity.windows[0], layer_group_windows=capacity.windows
+    )
 
 
 def encode_loads(stats: SchedulerStats, **others: Any) -> scheduler_pb2.GetLoadsResponse:

@@ -185,7 +185,7 @@ class Room:
 
         `watermark` is the share of the blocks, from 0 to 1, that must stay free when a request is admitted.
         """
-        self.block_size, self.window = capacity.block_size, capacity.sliding_window
+        self.block_size, self.window = capacity.block_size, capacity.layer_groups[0].sliding_window
         self.pool = pool
         self._num_step_tokens = num_step_tokens
         self._num_watermark_blocks = int(watermark * capacity.num_device_blocks)

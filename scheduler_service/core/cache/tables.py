@@ -15,7 +15,7 @@ class CacheManager:
     ) -> None:
         """Create a manager for an empty KV cache. `watermark` is the share of the blocks, from 0 to 1, that must stay
         free when a request is admitted."""
-        self.block_size, self.window = capacity.block_size, capacity.sliding_window
+        self.block_size, self.window = capacity.block_size, capacity.layer_groups[0].sliding_window
         self.enable_prefix_caching = enable_prefix_caching
         self.tiers = tiers = Tiers(capacity)
         self.pool, self.host_pool, self.index, self.moves = tiers.pool, tiers.host_pool, tiers.index, tiers.moves

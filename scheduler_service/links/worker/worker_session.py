@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _JUDGE_INTERVAL = 0.1
 # Capacity fields that must be equal in all ranks, and fields of which the lowest value applies.
-_EQUAL = ("vocab_size", "block_size", "dtype", "sliding_window", "tables_digest")
+_EQUAL = ("vocab_size", "block_size", "dtype", "layer_groups", "tables_digest")
 _LEAST = (
     "max_model_len",
     "max_num_seqs",

@@ -790,7 +790,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., chat_template: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., pipeline_depth: _Optional[int] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., model_digest: _Optional[bytes] = ..., max_sequence_tokens: _Optional[int] = ..., unavailable_reason: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., has_tenants: bool = ..., structured_output_refusal: _Optional[str] = ..., named_chat_templates: _Optional[_Mapping[str, str]] = ..., chat_refusals: _Optional[_Iterable[str]] = ..., served_model_aliases: _Optional[_Iterable[str]] = ..., front_end_protocol: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "epoch", "device", "dtype", "attention_backend", "block_size", "num_device_blocks", "block_bytes", "num_host_blocks", "swap_bandwidth", "sliding_window", "grammar_version", "weight_format", "weight_bytes")
+    __slots__ = ("worker_id", "epoch", "device", "dtype", "attention_backend", "block_size", "num_device_blocks", "block_bytes", "num_host_blocks", "swap_bandwidth", "sliding_window", "grammar_version", "weight_format", "weight_bytes", "layer_group_windows")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -805,6 +805,7 @@ class WorkerInfo(_message.Message):
     GRAMMAR_VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYER_GROUP_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     device: str
@@ -819,7 +820,8 @@ class WorkerInfo(_message.Message):
     grammar_version: str
     weight_format: str
     weight_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., sliding_window: _Optional[int] = ..., grammar_version: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+    layer_group_windows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., sliding_window: _Optional[int] = ..., grammar_version: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., layer_group_windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

@@ -89,7 +89,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pipeline_depth: _Optional[int] = ...) -> None: ...
 
 class WorkerCapacity(_message.Message):
-    __slots__ = ("worker_id", "model_digest", "vocab_size", "max_model_len", "block_size", "num_device_blocks", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "attention_backend", "num_host_blocks", "swap_bandwidth", "sliding_window", "tensor_parallel_rank", "tensor_parallel_size", "quantization", "grammar_version", "gates_grammars", "tables_digest", "weight_format", "weight_bytes", "is_bidirectional")
+    __slots__ = ("worker_id", "model_digest", "vocab_size", "max_model_len", "block_size", "num_device_blocks", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "attention_backend", "num_host_blocks", "swap_bandwidth", "tensor_parallel_rank", "tensor_parallel_size", "quantization", "grammar_version", "gates_grammars", "tables_digest", "weight_format", "weight_bytes", "is_bidirectional", "layer_groups")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -104,7 +104,6 @@ class WorkerCapacity(_message.Message):
     ATTENTION_BACKEND_FIELD_NUMBER: _ClassVar[int]
     NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SWAP_BANDWIDTH_FIELD_NUMBER: _ClassVar[int]
-    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +113,7 @@ class WorkerCapacity(_message.Message):
     WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     IS_BIDIRECTIONAL_FIELD_NUMBER: _ClassVar[int]
+    LAYER_GROUPS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model_digest: bytes
     vocab_size: int
@@ -128,7 +128,6 @@ class WorkerCapacity(_message.Message):
     attention_backend: str
     num_host_blocks: int
     swap_bandwidth: float
-    sliding_window: int
     tensor_parallel_rank: int
     tensor_parallel_size: int
     quantization: str
@@ -138,7 +137,16 @@ class WorkerCapacity(_message.Message):
     weight_format: str
     weight_bytes: int
     is_bidirectional: bool
-    def __init__(self, worker_id: _Optional[str] = ..., model_digest: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., sliding_window: _Optional[int] = ..., tensor_parallel_rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., quantization: _Optional[str] = ..., grammar_version: _Optional[str] = ..., gates_grammars: bool = ..., tables_digest: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., is_bidirectional: bool = ...) -> None: ...
+    layer_groups: _containers.RepeatedCompositeFieldContainer[LayerGroup]
+    def __init__(self, worker_id: _Optional[str] = ..., model_digest: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., tensor_parallel_rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., quantization: _Optional[str] = ..., grammar_version: _Optional[str] = ..., gates_grammars: bool = ..., tables_digest: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., is_bidirectional: bool = ..., layer_groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ...) -> None: ...
+
+class LayerGroup(_message.Message):
+    __slots__ = ("sliding_window", "num_layers")
+    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    sliding_window: int
+    num_layers: int
+    def __init__(self, sliding_window: _Optional[int] = ..., num_layers: _Optional[int] = ...) -> None: ...
 
 class WorkerStarting(_message.Message):
     __slots__ = ("doing",)
@@ -169,7 +177,7 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[_Union[Refusal.Reason, str]] = ..., epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("epoch", "step", "released_slots", "swap_out_device_blocks", "swap_out_host_blocks", "swap_in_host_blocks", "swap_in_device_blocks", "openings", "append_slots", "append_block_ids", "work_slots", "work_num_tokens", "copy_source_blocks", "copy_target_blocks", "fork_source_slots", "fork_target_slots", "set_block_slots", "set_block_indexes", "set_block_ids", "append_token_slots", "append_token_ids", "added_grammars", "released_grammar_ids")
+    __slots__ = ("epoch", "step", "released_slots", "swap_out_device_blocks", "swap_out_host_blocks", "swap_in_host_blocks", "swap_in_device_blocks", "openings", "append_tables", "append_block_ids", "work_slots", "work_num_tokens", "copy_source_blocks", "copy_target_blocks", "fork_source_slots", "fork_target_slots", "set_block_tables", "set_block_indexes", "set_block_ids", "append_token_slots", "append_token_ids", "added_grammars", "released_grammar_ids")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -178,7 +186,7 @@ class StepPlan(_message.Message):
     SWAP_IN_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SWAP_IN_DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OPENINGS_FIELD_NUMBER: _ClassVar[int]
-    APPEND_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    APPEND_TABLES_FIELD_NUMBER: _ClassVar[int]
     APPEND_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     WORK_SLOTS_FIELD_NUMBER: _ClassVar[int]
     WORK_NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -186,7 +194,7 @@ class StepPlan(_message.Message):
     COPY_TARGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FORK_SOURCE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     FORK_TARGET_SLOTS_FIELD_NUMBER: _ClassVar[int]
-    SET_BLOCK_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SET_BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
     SET_BLOCK_INDEXES_FIELD_NUMBER: _ClassVar[int]
     SET_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     APPEND_TOKEN_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -201,7 +209,7 @@ class StepPlan(_message.Message):
     swap_in_host_blocks: _containers.RepeatedScalarFieldContainer[int]
     swap_in_device_blocks: _containers.RepeatedScalarFieldContainer[int]
     openings: _containers.RepeatedCompositeFieldContainer[RowOpening]
-    append_slots: _containers.RepeatedScalarFieldContainer[int]
+    append_tables: _containers.RepeatedScalarFieldContainer[int]
     append_block_ids: _containers.RepeatedScalarFieldContainer[int]
     work_slots: _containers.RepeatedScalarFieldContainer[int]
     work_num_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -209,14 +217,14 @@ class StepPlan(_message.Message):
     copy_target_blocks: _containers.RepeatedScalarFieldContainer[int]
     fork_source_slots: _containers.RepeatedScalarFieldContainer[int]
     fork_target_slots: _containers.RepeatedScalarFieldContainer[int]
-    set_block_slots: _containers.RepeatedScalarFieldContainer[int]
+    set_block_tables: _containers.RepeatedScalarFieldContainer[int]
     set_block_indexes: _containers.RepeatedScalarFieldContainer[int]
     set_block_ids: _containers.RepeatedScalarFieldContainer[int]
     append_token_slots: _containers.RepeatedScalarFieldContainer[int]
     append_token_ids: _containers.RepeatedScalarFieldContainer[int]
     added_grammars: _containers.RepeatedCompositeFieldContainer[AddedGrammar]
     released_grammar_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., released_slots: _Optional[_Iterable[int]] = ..., swap_out_device_blocks: _Optional[_Iterable[int]] = ..., swap_out_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_device_blocks: _Optional[_Iterable[int]] = ..., openings: _Optional[_Iterable[_Union[RowOpening, _Mapping]]] = ..., append_slots: _Optional[_Iterable[int]] = ..., append_block_ids: _Optional[_Iterable[int]] = ..., work_slots: _Optional[_Iterable[int]] = ..., work_num_tokens: _Optional[_Iterable[int]] = ..., copy_source_blocks: _Optional[_Iterable[int]] = ..., copy_target_blocks: _Optional[_Iterable[int]] = ..., fork_source_slots: _Optional[_Iterable[int]] = ..., fork_target_slots: _Optional[_Iterable[int]] = ..., set_block_slots: _Optional[_Iterable[int]] = ..., set_block_indexes: _Optional[_Iterable[int]] = ..., set_block_ids: _Optional[_Iterable[int]] = ..., append_token_slots: _Optional[_Iterable[int]] = ..., append_token_ids: _Optional[_Iterable[int]] = ..., added_grammars: _Optional[_Iterable[_Union[AddedGrammar, _Mapping]]] = ..., released_grammar_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., released_slots: _Optional[_Iterable[int]] = ..., swap_out_device_blocks: _Optional[_Iterable[int]] = ..., swap_out_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_device_blocks: _Optional[_Iterable[int]] = ..., openings: _Optional[_Iterable[_Union[RowOpening, _Mapping]]] = ..., append_tables: _Optional[_Iterable[int]] = ..., append_block_ids: _Optional[_Iterable[int]] = ..., work_slots: _Optional[_Iterable[int]] = ..., work_num_tokens: _Optional[_Iterable[int]] = ..., copy_source_blocks: _Optional[_Iterable[int]] = ..., copy_target_blocks: _Optional[_Iterable[int]] = ..., fork_source_slots: _Optional[_Iterable[int]] = ..., fork_target_slots: _Optional[_Iterable[int]] = ..., set_block_tables: _Optional[_Iterable[int]] = ..., set_block_indexes: _Optional[_Iterable[int]] = ..., set_block_ids: _Optional[_Iterable[int]] = ..., append_token_slots: _Optional[_Iterable[int]] = ..., append_token_ids: _Optional[_Iterable[int]] = ..., added_grammars: _Optional[_Iterable[_Union[AddedGrammar, _Mapping]]] = ..., released_grammar_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AddedGrammar(_message.Message):
     __slots__ = ("grammar_id", "kind", "text", "end_token_ids")
@@ -241,7 +249,7 @@ class GrammarReport(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., grammar_id: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class RowOpening(_message.Message):
-    __slots__ = ("slot", "sequence_id", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "seed", "sample_index", "traceparent", "grammar_id")
+    __slots__ = ("slot", "sequence_id", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "seed", "sample_index", "traceparent", "grammar_id", "table_lengths")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -253,6 +261,7 @@ class RowOpening(_message.Message):
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
+    TABLE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     sequence_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -264,7 +273,8 @@ class RowOpening(_message.Message):
     sample_index: int
     traceparent: str
     grammar_id: int
-    def __init__(self, slot: _Optional[int] = ..., sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., traceparent: _Optional[str] = ..., grammar_id: _Optional[int] = ...) -> None: ...
+    table_lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slot: _Optional[int] = ..., sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., traceparent: _Optional[str] = ..., grammar_id: _Optional[int] = ..., table_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias_token_ids", "logit_bias_values", "min_tokens", "stop_token_ids", "num_logprobs", "num_prompt_logprobs", "num_candidates", "pooling", "logprob_token_ids")
