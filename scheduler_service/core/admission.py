@@ -54,13 +54,13 @@ class Admission:
         """Apply the limits of a newly connected worker to all later requests.
 
         A sequence may be at most as long as the model allows. It must also fit into the worker's KV cache blocks. If
-        the pool can hold a whole sliding window, only the model's length counts. A prompt of a bidirectional model must
-        fit into one step.
+        all layer groups have a sliding window and the pool can hold one of each, only the model's length counts. A
+        prompt of a bidirectional model must fit into one step.
         """
         own, capacity, cache = self._own, worker.capacity, worker.cache
         max_tokens = min(own.max_sequence_tokens, capacity.max_model_len)
-        if not cache.window or cache.room.num_chunk_blocks(1) > capacity.num_device_blocks:
-            max_tokens = min(max_tokens, capacity.num_device_blocks * capacity.block_size + 1)
+        if (max_blocks := cache.room.max_sequence_blocks) is not None:
+            max_tokens = min(max_tokens, max_blocks * capacity.block_size + 1)
         reason, num_step_tokens = _describe_pool(cache), min(own.num_step_tokens, capacity.max_num_batched_tokens)
         if capacity.is_bidirectional and num_step_tokens < max_tokens - 1:
             max_tokens = num_step_tokens + 1
@@ -161,9 +161,12 @@ def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
 
 
 def _describe_pool(cache: CacheManager) -> str:
-    """Return a description of the size of the worker's block pool for error messages. If the pool is too small for one
-    sliding window, the description includes the number of blocks for a window."""
-    text = f"the worker has {cache.pool.num_blocks} blocks of {cache.block_size} tokens"
-    if not cache.window or cache.room.num_chunk_blocks(1) <= cache.pool.num_blocks:
+    """Return a description of the size of the worker's block pool for error messages. If the pool is too small
+    for one sliding window, the description includes the number of blocks for a window."""
+    text, windows = f"the worker has {cache.pool.num_blocks} blocks of {cache.block_size} tokens", cache.index.windows
+    if windows.of_groups == (0,) or cache.room.max_sequence_blocks is None:
         return text
-    return f"{text}, the window of {cache.window} tokens needs {cache.room.num_chunk_blocks(1)}"
+    if len(windows.of_groups) > 1:
+        return f"{text} for {len(windows.of_groups)} layer groups"
+    window = windows.of_groups[0]
+    return f"{text}, the window of {window} tokens needs {cache.room.num_chunk_blocks(window, 1)}"

@@ -89,7 +89,7 @@ def block_map(state: Lifecycle) -> BlockMap:
     uses it."""
     cache = state.worker.cache
     device, host = (
-        [BlockUse.FREE.value if node is None else BlockUse.CACHED.value for node in contents[1:]]
+        [BlockUse.FREE.value if content is None else BlockUse.CACHED.value for content in contents[1:]]
         for contents in (cache.index.contents, cache.index.host_contents)
     )
     for move in cache.moves:

@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 from itertools import pairwise
 
-from scheduler_service.core.cache import Allocation, BlockPool, CacheManager, Node
+from scheduler_service.core.cache import Allocation, BlockPool, CacheManager, Content
 from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.sequence import GroupState, Row, Sequence, SequenceGroup
 from scheduler_service.core.worker_state import WorkerState
@@ -200,7 +200,8 @@ def _check_writable(cache: CacheManager, row: Row, holders: list[int]) -> None:
     There is one exception: beams may share their last block until a plan writes to it.
     """
     is_beam = row.sequence.group.beam is not None
-    for block in row.allocation.block_table[row.next_position // cache.block_size :]:
+    index = row.next_position // cache.block_size
+    for block in [block for table in row.allocation.tables for block in table.blocks[index:]]:
         assert is_beam or holders[block] == 1, f"S12: block {block} will be written and is shared"
         assert cache.index.contents[block] is None, f"S12: block {block} will be written and is published"
 
@@ -226,22 +227,23 @@ def _check_pool(pool: BlockPool, holders: list[int]) -> None:
 
 def _check_content(cache: CacheManager) -> None:
     index = cache.index
-    nodes, host_nodes = index.contents, index.host_contents
+    contents, host_contents = index.contents, index.host_contents
     num_copies = num_host_copies = 0
     for node in index.nodes():
-        for block in node.blocks:
-            assert nodes[block] is node, "a block holds two contents"
-            num_copies += 1
-        if node.host_block:
-            assert host_nodes[node.host_block] is node, "a host block holds two contents"
-            num_host_copies += 1
-        elif not node.blocks:
-            assert node.children or node.cursors, "S8: a node outlived its copies, descendants and cursors"
-    assert num_copies == index.num_cached_blocks == len(nodes) - nodes.count(None), "a block holds two contents"
-    assert num_host_copies == index.num_cached_host_blocks == len(host_nodes) - host_nodes.count(None)
-    _check_idle(cache.pool, nodes)
+        for content in node.contents:
+            for block in content.blocks:
+                assert contents[block] is content, "a block holds two contents"
+                num_copies += 1
+            if content.host_block:
+                assert host_contents[content.host_block] is content, "a host block holds two contents"
+                num_host_copies += 1
+        is_cached = any(content.is_cached for content in node.contents)
+        assert is_cached or node.children or node.cursors, "S8: a node outlived its copies, descendants and cursors"
+    assert num_copies == index.num_cached_blocks == len(contents) - contents.count(None), "a block holds two contents"
+    assert num_host_copies == index.num_cached_host_blocks == len(host_contents) - host_contents.count(None)
+    _check_idle(cache.pool, contents)
     if num_host_copies:
-        _check_idle(cache.host_pool, host_nodes)
+        _check_idle(cache.host_pool, host_contents)
 
 
 def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
@@ -259,11 +261,14 @@ def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
         assert group.state in QUEUED, "S8: a request that does not wait has a cursor"
         chain = cache.index.match(sequence.allocation.root, sequence.token_ids, cursor.max_blocks)
         assert cursor.chain() == chain, "S8: a cursor is not where its prompt's cached blocks end"
+        assert cursor.num_usable_blocks == cache.index.windows.num_usable(chain), (
+            "S8: a cursor does not know its windows"
+        )
         assert group.waiting_order == state.standings.order(group), "S8: a request waits in another place than its own"
 
 
-def _check_idle(pool: BlockPool, nodes: list[Node | None]) -> None:
-    idle = [block for block, node in enumerate(nodes) if node is not None and pool._ref_counts[block] == 0]
+def _check_idle(pool: BlockPool, contents: list[Content | None]) -> None:
+    idle = [block for block, content in enumerate(contents) if content is not None and pool._ref_counts[block] == 0]
     assert all(pool._is_idle_cached[block] for block in idle), "S1: an idle block is not taken for cached"
     assert len(idle) == pool.num_idle_cached, "S1: a block is taken for idle and cached, and is not"
 
@@ -276,7 +281,8 @@ def _check_published(block_size: int, allocation: Allocation) -> None:
     for i in range(num_published - 1, -1, -1):
         assert node is not None
         token_bytes.append(node.token_bytes)
-        assert i < allocation.num_freed_blocks or allocation.block_table[i] in node.blocks, "S7: not that content"
+        for content, table in zip(node.contents, allocation.tables, strict=True):
+            assert i < table.num_freed or table.blocks[i] in content.blocks, "S7: not that content"
         node = node.parent
     assert node is not None
     assert node.parent is None

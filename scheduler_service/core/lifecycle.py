@@ -184,7 +184,7 @@ class Lifecycle:
     def _new_allocation(self, request: Request, token_ids: list[int]) -> Allocation:
         """Return an empty record for the KV cache blocks that a sequence will get on the connected worker."""
         root = self._shared_root(request.tenant, request.cache_salt, self.worker.capacity.model_digest)
-        return Allocation(request, root, token_ids)
+        return self.worker.cache.new_allocation(request, root, token_ids)
 
     def _new_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:
         request, token_ids = group.request, list(group.request.prompt_token_ids)

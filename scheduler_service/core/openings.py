@@ -73,10 +73,10 @@ class RowAllocator:
         match = worker.find(sequence).without_host()
         relative = next((row for row in relatives if row.allocation.forkable_from <= builder.step), None)
         num_forked = 0 if relative is None else worker.num_forked_tokens(sequence, relative)
-        if relative is None or num_forked <= len(match.device) * cache.block_size:
+        if relative is None or num_forked <= len(match.nodes) * cache.block_size:
             relative, num_blocks = None, cache.room.num_opening_blocks(sequence.allocation, match)
         else:
-            num_blocks = cache.room.num_fork_blocks(sequence.allocation, relative.allocation, num_forked)
+            num_blocks = sum(cache.room.num_fork_blocks(sequence.allocation, relative.allocation, num_forked))
         is_alone = worker.rows.num_open == len(group.open_rows) and not self._state.loading
         is_alone = is_alone or (builder.is_empty and worker.is_idle)
         if not cache.room.can_allocate(num_blocks, alone=is_alone):
@@ -140,8 +140,7 @@ class RowAllocator:
         others = [row.allocation for row in self._worker.rows.active if row.allocation.root == own.root]
         if not others or not may_match or group.state is not GroupState.WAITING:
             return False
-        match = self._worker.find(sequence)
-        nodes = (*match.device, *match.host)
+        nodes = self._worker.find(sequence).nodes
         start, past = len(nodes) * cache.block_size, (len(nodes) + 1) * cache.block_size
         last = nodes[-1] if nodes else None
         return past < sequence.num_tokens and any(
@@ -176,8 +175,8 @@ class RowAllocator:
             return False
         cache.open(sequence.allocation, match, builder.step)
         worker.rows.slots.reserve(group, group.num_first_slots)
-        state.first_scheduled(sequence, len(match.host) * cache.block_size, builder.now)
-        if match.host:
+        state.first_scheduled(sequence, match.num_loaded_blocks * cache.block_size, builder.now)
+        if match.loads:
             state.load(group, builder.step)
         else:
             state.run(group, [sequence], worker, builder)

@@ -209,9 +209,11 @@ class Retention:
             return self._named.get((request.tenant, request.session_id))
         if cursor is None or not cursor.num_blocks:
             return None
-        node, cache = cursor.node, self.cache
+        content, cache = cursor.node.contents[0], self.cache
         free_list = (
-            cache.pool.free_list_of(node.blocks[0]) if node.blocks else cache.host_pool.free_list_of(node.host_block)
+            cache.pool.free_list_of(content.blocks[0])
+            if content.blocks
+            else cache.host_pool.free_list_of(content.host_block)
         )
         session = self._sessions.get(free_list)
         # The list may belong to another session by now, if the block has not been idle for long.

@@ -251,7 +251,7 @@ class Scheduler:
         while num_missing > pool.num_free and group.state is GroupState.RUNNING:
             if num_missing <= pool.num_free + moves.num_returning:
                 break
-            if worker.cache.window and state.loading and state.running[-1] is group:
+            if worker.cache.has_windows and state.loading and state.running[-1] is group:
                 break  # the loading group will run, and is preempted if it is later in order
             if not worker.free_unread(state.running[-1]):
                 state.preempt(state.running[-1], worker, builder)

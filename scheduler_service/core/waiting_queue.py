@@ -157,7 +157,7 @@ def num_uncached_tokens(group: SequenceGroup) -> int:
     """Return how many prompt tokens a waiting request would have to compute if it started now. Without a cursor in the
     prefix index, the whole prompt is counted."""
     cursor = group.cursor
-    return len(group.request.prompt_token_ids) - (0 if cursor is None else cursor.num_blocks * cursor.block_size)
+    return len(group.request.prompt_token_ids) - (0 if cursor is None else cursor.num_usable_blocks * cursor.block_size)
 
 
 class WaitingOrder:
@@ -254,7 +254,8 @@ class WaitingOrder:
     def awaits_load(self, group: SequenceGroup) -> bool:
         """Return whether a waiting request has a cached prefix whose last block is only on the host. This block must be
         loaded onto the device before it can be used."""
-        return group.cursor is not None and group.cursor.num_blocks > 0 and not group.cursor.node.blocks
+        cursor = group.cursor
+        return cursor is not None and cursor.num_usable_blocks > 0 and not cursor.node.contents[0].blocks
 
     def order(self, group: SequenceGroup) -> tuple[object, ...]:
         """Return the present sort key of a waiting request under the scheduling policy. The request with the lowest key

@@ -1,6 +1,7 @@
 """The state of one epoch: one worker's blocks, rows and plans. It is discarded when the worker is lost."""
 
 from dataclasses import replace
+from itertools import chain
 
 from pagewire.common.wire.messages import RowOpening, StepPlan, WorkerCapacity
 from scheduler_service.core.beam import Child
@@ -78,7 +79,7 @@ class WorkerState:
             builder.compute(work)
 
     def _opening(self, row: Row) -> RowOpening:
-        sequence, request = row.sequence, row.sequence.group.request
+        sequence, request, tables = row.sequence, row.sequence.group.request, row.allocation.tables
         grammar, sampling = request.grammar, request.sampling
         if sampling.num_prompt_logprobs is not None and not sequence.wants_prompt_logprobs:
             sampling = replace(sampling, num_prompt_logprobs=None)
@@ -88,12 +89,13 @@ class WorkerState:
             token_ids=tuple(sequence.token_ids),
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_computed_tokens=row.allocation.num_computed_tokens,
-            block_ids=tuple(row.allocation.block_table),
+            block_ids=tuple(chain.from_iterable(table.blocks for table in tables)),
             sampling=sampling,
             seed=request.seed,
             sample_index=sequence.sample_index,
             traceparent=request.traceparent,
             grammar_id=0 if grammar is None else self.grammars.id_of(grammar),
+            table_lengths=tuple(len(table.blocks) for table in tables) if len(tables) > 1 else (),
         )
 
     def forget(self, group: SequenceGroup) -> None:
@@ -154,7 +156,8 @@ class WorkerState:
         match = self.find(sequence)
         if match.is_loading:
             return None
-        if match.host and self.cost.prefers_load(len(match.host), len(match.host) * self.cache.block_size):
+        num_tokens = match.num_loaded_blocks * self.cache.block_size
+        if match.loads and self.cost.prefers_load(len(match.loads), num_tokens):
             return match
         return match.without_host()
 
@@ -166,15 +169,17 @@ class WorkerState:
         blocks that the new sample would read.
         """
         num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1, relative.next_position)
-        return (
-            num_tokens if relative.allocation.num_freed_blocks <= self.cache.room.first_needed_block(num_tokens) else 0
+        is_held = all(
+            table.num_freed <= self.cache.room.first_needed_block(table.window, num_tokens)
+            for table in relative.allocation.tables
         )
+        return num_tokens if is_held else 0
 
     def free_unread(self, group: SequenceGroup) -> bool:
         """Free the KV cache blocks of a running request that it no longer reads, because its sliding windows have
         passed them. Return True if any block became free."""
         num_free = self.cache.pool.num_free
-        if self.cache.window:
+        if self.cache.has_windows:
             for row in group.open_rows:
                 self.cache.free_unread(row.allocation, row.next_position)
         return self.cache.pool.num_free > num_free

@@ -7,7 +7,7 @@ from collections.abc import Sized
 
 import pytest
 
-from scheduler_service.core.cache import BlockPool, EvictionOrder, PrefixIndex, content_root
+from scheduler_service.core.cache import BlockPool, EvictionOrder, Node, PrefixIndex, content_root
 from testing.seeds import seeded
 from tests.thorough import thorough
 
@@ -109,12 +109,19 @@ def test_a_pool_against_a_list(seed):
         assert pool.num_free == len(free)
 
 
+def publish(index: PrefixIndex, parent: Node | None, token_ids: list[int], block_index: int, block: int) -> Node:
+    """Record that a device block contains block number `block_index` of `token_ids`."""
+    node = index.extend(KEY, parent, token_ids, block_index)
+    index.add_copy(node.contents[0], block)
+    return node
+
+
 def test_an_index_finds_the_longest_cached_prefix_of_the_same_key():
     index = PrefixIndex(2, 10)
     tokens = [1, 2, 3, 4, 5, 6]
     node = None
     for i, block in enumerate([7, 8, 9]):
-        node = index.publish(KEY, node, tokens, i, block)
+        node = publish(index, node, tokens, i, block)
     assert [n.blocks for n in index.match(KEY, tokens, 3)] == [(7,), (8,), (9,)]
     assert [n.blocks for n in index.match(KEY, tokens, 2)] == [(7,), (8,)]
     assert [n.blocks for n in index.match(KEY, [1, 2, 9, 9], 2)] == [(7,)]
@@ -124,23 +131,23 @@ def test_an_index_finds_the_longest_cached_prefix_of_the_same_key():
 
 def test_equal_tokens_after_other_prefixes_are_other_content():
     index = PrefixIndex(1, 10)
-    first = index.publish(KEY, None, [1, 3], 0, 1)
-    index.publish(KEY, first, [1, 3], 1, 2)
-    second = index.publish(KEY, None, [2, 3], 0, 3)
+    first = publish(index, None, [1, 3], 0, 1)
+    publish(index, first, [1, 3], 1, 2)
+    second = publish(index, None, [2, 3], 0, 3)
     assert index.match(KEY, [2, 3], 2) == [second]
 
 
 def test_content_lives_while_a_copy_or_a_descendant_does():
     index = PrefixIndex(1, 10)
-    parent = index.publish(KEY, None, [1, 2], 0, 1)
-    index.publish(KEY, None, [1], 0, 5)
-    child = index.publish(KEY, parent, [1, 2], 1, 2)
+    parent = publish(index, None, [1, 2], 0, 1)
+    publish(index, None, [1], 0, 5)
+    child = publish(index, parent, [1, 2], 1, 2)
     index.forget(1)
     assert index.match(KEY, [1, 2], 2) == [parent, child]  # block 5 has the same content
     index.forget(5)
     assert index.match(KEY, [1, 2], 2) == []
     assert index.find(KEY, [1, 2], 1) is child
-    again = index.publish(KEY, None, [1], 0, 3)
+    again = publish(index, None, [1], 0, 3)
     assert again is parent
     assert index.match(KEY, [1, 2], 2) == [parent, child]
     index.forget(3)
@@ -151,10 +158,10 @@ def test_content_lives_while_a_copy_or_a_descendant_does():
 
 def test_forgetting_content_forgets_what_follows_it():
     index = PrefixIndex(1, 10)
-    first = index.publish(KEY, None, [1, 2, 3], 0, 1)
-    second = index.publish(KEY, first, [1, 2, 3], 1, 2)
-    index.publish(KEY, second, [1, 2, 3], 2, 3)
-    index.publish(KEY, first, [1, 9], 1, 4)
+    first = publish(index, None, [1, 2, 3], 0, 1)
+    second = publish(index, first, [1, 2, 3], 1, 2)
+    publish(index, second, [1, 2, 3], 2, 3)
+    publish(index, first, [1, 9], 1, 4)
     blocks, host_blocks = index.forget_subtree(second)
     assert (sorted(blocks), host_blocks) == ([2, 3], [])
     assert index.match(KEY, [1, 2, 3], 3) == [first]
@@ -164,8 +171,8 @@ def test_forgetting_content_forgets_what_follows_it():
 def test_block_hashes_are_chained_and_fixed():
     """The hash is a block's public name. Routing and KV events depend on it across processes."""
     index = PrefixIndex(2, 10)
-    first = index.publish(KEY, None, [1, 2, 3, 4], 0, 1)
-    second = index.publish(KEY, first, [1, 2, 3, 4], 1, 2)
+    first = publish(index, None, [1, 2, 3, 4], 0, 1)
+    second = publish(index, first, [1, 2, 3, 4], 1, 2)
     assert (first.block_hash, second.block_hash) == (550880116721875475, 11016175629586639079)
 
 
@@ -310,10 +317,10 @@ def test_a_cursor_goes_with_what_is_published_and_forgotten():
     tokens = [1, 2, 3, 4, 5, 6, 7]
     cursor = index.follow(KEY, tokens, 3)
     assert (cursor.num_blocks, cursor.num_missing_blocks, cursor.chain()) == (0, 3, [])
-    first = index.publish(KEY, None, tokens, 0, 7)
-    index.publish(KEY, first, [1, 2, 9, 9], 1, 3)  # another prompt's block
+    first = publish(index, None, tokens, 0, 7)
+    publish(index, first, [1, 2, 9, 9], 1, 3)  # another prompt's block
     assert cursor.chain() == [first]
-    second = index.publish(KEY, first, tokens, 1, 8)
+    second = publish(index, first, tokens, 1, 8)
     assert index.cursors.take_moved() == [cursor]
     assert cursor.chain() == [first, second]
     index.forget(8)
@@ -332,8 +339,8 @@ def test_a_cursor_stays_where_one_tier_still_has_a_copy():
     index = PrefixIndex(2, 10, 10)
     tokens = [1, 2, 3, 4]
     cursor = index.follow(KEY, tokens, 2)
-    node = index.publish(KEY, None, tokens, 0, 7)
-    index.add_host_copy(node, 4)
+    node = publish(index, None, tokens, 0, 7)
+    index.add_host_copy(node.contents[0], 4)
     index.cursors.take_moved()
     index.forget(7)
     assert (cursor.chain(), index.cursors.take_moved()) == ([node], [])
@@ -364,14 +371,14 @@ def test_cursors_are_where_a_match_ends(seed):
                 if known is not None and known.blocks:
                     node = known
                 elif free:
-                    node = index.publish(KEY, node, tokens, i, rng.choice(free))
+                    node = publish(index, node, tokens, i, rng.choice(free))
                 else:
                     break
         elif draw < 0.7:
             node = index.find(KEY, tokens, rng.randrange(6))
             free = [block for block in range(1, 21) if index.host_contents[block] is None]
-            if node is not None and node.blocks and not node.host_block and free:
-                index.add_host_copy(node, free[0])
+            if node is not None and node.contents[0].blocks and not node.contents[0].host_block and free:
+                index.add_host_copy(node.contents[0], free[0])
         elif draw < 0.98:
             index.forget(rng.randint(1, 60))
             index.forget_host(rng.randint(1, 20))

@@ -256,7 +256,7 @@ def constrained_tokens(text: str, window: int, is_late: Callable[[int, int], boo
         while (plan := scheduler.schedule(0.0)) is not None:
             results.append(worker.execute(plan))
         for sequence in scheduler.state.samples.values():
-            assert len(sequence.allocation.block_table) <= -(-(sequence.allocation.num_computed_tokens + 2) // 4)
+            assert len(sequence.allocation.tables[0].blocks) <= -(-(sequence.allocation.num_computed_tokens + 2) // 4)
         tokens += scheduler.complete(results.popleft(), 0.0).token_ids
         scheduler.check()
     return tokens

@@ -61,7 +61,7 @@ def test_only_the_cache_accesses_block_tables():
 
     The invariants inspect it, and a plan sends a row's table to the worker.
     """
-    tables = modules(lambda node: isinstance(node, ast.Attribute) and node.attr in {"block_table", "host_table"})
+    tables = modules(lambda node: isinstance(node, ast.Attribute) and node.attr == "tables")
     assert {name for name in tables if not name.startswith("cache/")} == {"invariants.py", "worker_state.py"}
 
 
@@ -90,8 +90,8 @@ def test_a_lost_worker_leaves_no_row_to_a_request():
     sequence = system.scheduler.state.samples[sequence_id]
     lost = sequence.allocation
     system.lose()
-    assert lost.block_table
-    assert (sequence.row, sequence.allocation.block_table, sequence.allocation.num_computed_tokens) == (None, [], 0)
+    assert lost.blocks
+    assert (sequence.row, sequence.allocation.blocks, sequence.allocation.num_computed_tokens) == (None, set(), 0)
 
 
 def test_groups_change_state_only_as_the_table_permits():

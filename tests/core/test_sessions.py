@@ -184,7 +184,7 @@ def test_a_long_prompt_gives_way_to_one_that_is_done_at_once(policy, order):
     system.join()
     system.add(prompt_of(200), 3, request_id="long")
     system.plan()
-    table = list(system.scheduler.state.groups["", "long"].sequences[0].allocation.block_table)
+    table = list(system.scheduler.state.groups["", "long"].sequences[0].allocation.tables[0].blocks)
     system.complete()
     system.add(prompt_of(12, 1), 3, request_id="short")
     assert first_tokens(system, order) == order
@@ -344,7 +344,7 @@ def only_on_host(system: System, prompt: list[int]) -> int:
     """Return the number of cached tokens of a prompt that only the host has, and that would have to be loaded."""
     index = system.scheduler.state.worker.cache.index
     chain = index.match(content_root("", "", b"m"), prompt, len(prompt) // 4)
-    return 4 * sum(not node.blocks for node in chain)
+    return 4 * sum(not node.contents[0].blocks for node in chain)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_a_free_list_used_again_leads_to_no_other_session(monkeypatch):
         system.plan()
         system.complete()
     system.add(prompt_of(8, 8), 2, request_id="thief", tenant="b")
-    block = state.groups["a", "holds"].sequences[0].allocation.block_table[0]
+    block = state.groups["a", "holds"].sequences[0].allocation.tables[0].blocks[0]
     free_list = state.worker.cache.pool.free_list_of(block)
     assert free_list == state.groups["b", "thief"].session.free_list
     system.add([*history[:40], 2], 2, request_id="back", tenant="a")

@@ -7,18 +7,25 @@ scheduler has received its completion, so the ledger knows less than the worker.
 from pagewire.common.wire.messages import RowOpening, StepPlan
 
 
-def first_needed_block(opening: RowOpening, block_size: int, window: int) -> int:
-    """Return the index of the first block that the row will read.
+def blocks_of(opening: RowOpening, block_size: int, windows: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Return the blocks that an opened row will read, in all layer groups, and the blocks that it will write.
 
-    Earlier blocks are outside the sliding window, and may belong to any row.
+    Blocks outside the sliding window of their group are neither, and may belong to any row.
     """
-    return max(0, opening.num_computed_tokens - window + 1) // block_size if window else 0
+    num_full = opening.num_computed_tokens // block_size
+    read: list[int] = []
+    written: list[int] = []
+    for table, window in zip(opening.block_tables, windows, strict=True):
+        first = max(0, opening.num_computed_tokens - window + 1) // block_size if window else 0
+        read += table[first:num_full]
+        written += table[num_full:]
+    return read, written
 
 
 class MoveLedger:
-    def __init__(self, block_size: int, window: int) -> None:
+    def __init__(self, block_size: int, windows: tuple[int, ...]) -> None:
         self._block_size = block_size
-        self._window = window
+        self._windows = windows
         self._moves: dict[int, StepPlan] = {}  # unacknowledged plans with moves, by step
         self.num_out = self.num_in = 0  # moves in progress
 
@@ -47,9 +54,9 @@ class MoveLedger:
         written = [*plan.append_block_ids, *plan.copy_target_blocks]
         read = [*plan.copy_source_blocks, *plan.set_block_ids]
         for opening in plan.openings:
-            num_full = opening.num_computed_tokens // self._block_size
-            read += opening.block_ids[first_needed_block(opening, self._block_size, self._window) : num_full]
-            written += opening.block_ids[num_full:]
+            of_row = blocks_of(opening, self._block_size, self._windows)
+            read += of_row[0]
+            written += of_row[1]
         assert written_device.isdisjoint(read), f"S4: a block is read before its swap-in is done: {plan}"
         assert (read_device | written_device).isdisjoint(written), f"S3: a block of a move is written: {plan}"
         if has_moves:

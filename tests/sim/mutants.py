@@ -149,13 +149,13 @@ MUTANTS = (
             Patch(
                 "add",
                 "self._device.pool.share(move.device_block)",
-                "(not move.is_out or move.node is not None) and self._device.pool.share(move.device_block)",
+                "(not move.is_out or move.content is not None) and self._device.pool.share(move.device_block)",
             ),
             Patch(
                 "acknowledge",
-                "self._device.free(move.device_block, spare=move.node is not None, free_list=move.free_list)",
-                "(not move.is_out or move.node is not None) and "
-                "self._device.free(move.device_block, spare=move.node is not None, free_list=move.free_list)",
+                "self._device.free(move.device_block, spare=move.content is not None, free_list=move.free_list)",
+                "(not move.is_out or move.content is not None) and "
+                "self._device.free(move.device_block, spare=move.content is not None, free_list=move.free_list)",
             ),
         ),
     ),

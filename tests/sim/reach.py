@@ -151,8 +151,8 @@ class Reach:
 
     def _loads(self, group: SequenceGroup) -> bool:
         """Return whether the group waits for matched content to be loaded, rather than for its own swapped blocks."""
-        blocks = {block for sequence in group.sequences for block in sequence.allocation.block_table}
-        return any(move.node and not move.is_out and move.device_block in blocks for move in self._epoch.cache.moves)
+        blocks = {block for sequence in group.sequences for block in sequence.allocation.blocks}
+        return any(move.content and not move.is_out and move.device_block in blocks for move in self._epoch.cache.moves)
 
     def before_stop(self, client: Client, sequence_id: int) -> None:
         group, count = self._group(client), self._count
@@ -176,7 +176,7 @@ class Reach:
             self._see_moves(epoch, plan)
         if self._simulation.scheduler.state.rowless:
             count["a sample waits for room"] += 1
-        if epoch.cache.window:
+        if epoch.cache.has_windows:
             self._see_windows(epoch, plan)
         if self._simulation.scheduler.state.quarantine.suspects:
             count["suspects of a crash are tried"] += 1
@@ -197,12 +197,12 @@ class Reach:
         demoted: set[int] = set()
         loads = False
         for move in epoch.cache.moves:
-            loads = loads or not (move.node is None or move.is_out)
-            if move.node is not None and move.is_out:
+            loads = loads or not (move.content is None or move.is_out)
+            if move.content is not None and move.is_out:
                 demoted.add(move.device_block)
             if move.step != plan.step:
                 continue
-            if move.node is not None:
+            if move.content is not None:
                 count["a block is demoted" if move.is_out else "a prefix is loaded from the host"] += 1
             elif not move.is_out:
                 count["a group is swapped in"] += 1
@@ -214,11 +214,12 @@ class Reach:
                 count["a request waits for another one's load"] += epoch.find(group.sequences[0]).is_loading
 
     def _see_windows(self, epoch: WorkerState, plan: StepPlan) -> None:
-        held = [s.allocation for group in self._simulation.scheduler.state.running for s in group.sequences]
-        self._count["a block falls out of the window"] += any(allocation.num_freed_blocks for allocation in held)
+        running = self._simulation.scheduler.state.running
+        held = [table for group in running for s in group.sequences for table in s.allocation.tables]
+        self._count["a block falls out of the window"] += any(table.num_freed for table in held)
         self._count["a window's hole is opened or forked"] += any(0 in opening.block_ids for opening in plan.openings)
         self._count["a request is longer than the pool"] += any(
-            len(allocation.block_table) > epoch.cache.pool.num_blocks for allocation in held
+            len(table.blocks) > epoch.cache.pool.num_blocks for table in held
         )
 
     def _see_preemption(self, epoch: WorkerState, plan: StepPlan, group: SequenceGroup) -> None:
@@ -241,7 +242,8 @@ class Reach:
         count["swapped because it is cheaper"] += is_choice
         count["beams are swapped"] += is_beam
         count["an embedding is swapped"] += is_pooled
-        host_blocks = [block for sequence in group.sequences for block in sequence.allocation.host_table if block]
+        tables = [table for sequence in group.sequences for table in sequence.allocation.tables]
+        host_blocks = [block for table in tables for block in table.host_blocks if block]
         if len(set(host_blocks)) < len(host_blocks):
             count["a group with shared blocks is swapped"] += 1
         if not set(host_blocks) <= set(plan.swap_out_host_blocks):
@@ -281,7 +283,7 @@ class Reach:
             count["a late row has its last token planned"] += is_last
             count["a late row no longer counts"] += row.is_dropped
             count["a late row has been preempted"] += not row.is_dropped and row.slot < 0
-            count["a late row has a window"] += bool(epoch.cache.window)
+            count["a late row has a window"] += epoch.cache.has_windows
             self._late.add(sequence)
 
     def before_loss(self) -> None:

@@ -5,13 +5,14 @@ from typing import Any
 
 from pagewire.common.wire.messages import StepPlan
 from tests.sim.client import Client
-from tests.sim.move_ledger import first_needed_block
+from tests.sim.move_ledger import blocks_of
 
 
 class RootLedger:
-    def __init__(self, block_size: int, window: int) -> None:
+    def __init__(self, block_size: int, windows: tuple[int, ...], max_num_seqs: int) -> None:
         self._block_size = block_size
-        self._window = window
+        self._windows = windows
+        self._max_num_seqs = max_num_seqs
         self._device: dict[int, Any] = {}  # by block: the root of its last written content
         self._host: dict[int, Any] = {}
         self._rows: dict[int, Any] = {}  # by slot: the root of the row
@@ -28,17 +29,16 @@ class RootLedger:
         for opening in plan.openings:
             request = client_of[opening.sequence_id].request
             root = self._rows[opening.slot] = (request.tenant, request.cache_salt)
-            num_full = opening.num_computed_tokens // self._block_size
-            first = first_needed_block(opening, self._block_size, self._window)
-            openings.append((root, opening.block_ids[first:num_full]))
-            for block in opening.block_ids[num_full:]:
+            read, written = blocks_of(opening, self._block_size, self._windows)
+            openings.append((root, read))
+            for block in written:
                 device[block] = root
         for source, target in zip(plan.fork_source_slots, plan.fork_target_slots, strict=True):
             self._rows[target] = self._rows[source]
-        for slot, block in zip(plan.append_tables, plan.append_block_ids, strict=True):
-            device[block] = self._rows[slot]
-        for slot, block in zip(plan.set_block_tables, plan.set_block_ids, strict=True):
-            device[block] = self._rows[slot]
+        for table, block in zip(plan.append_tables, plan.append_block_ids, strict=True):
+            device[block] = self._rows[table % self._max_num_seqs]
+        for table, block in zip(plan.set_block_tables, plan.set_block_ids, strict=True):
+            device[block] = self._rows[table % self._max_num_seqs]
         for root, blocks in openings:  # checked last: the blocks may be computed by a row of this very plan
             for block in blocks:
                 assert device[block] == root, f"S7: a block of {device[block]} is read by {root}: {plan}"

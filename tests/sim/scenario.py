@@ -96,6 +96,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     if Random(f"direction {seed}").random() < 0.05:
         capacity = replace(capacity, is_bidirectional=True, layer_groups=(LayerGroup(),))
         embeddings, share = Random(f"embeddings {seed}"), 1.0
+    capacity = _with_layer_groups(Random(f"layer groups {seed}"), capacity)
     if any(capacity.windows) and lengths.random() < 0.6:
         arrivals = tuple(_lengthened(lengths, arrival, capacity.max_model_len) for arrival in arrivals)
     if sessions.random() < 0.3:
@@ -241,6 +242,22 @@ def _draw_capacity(rng: Random) -> WorkerCapacity:
         num_host_blocks=rng.choice((0, rng.randint(1, 6), 12, 12, 12)),
         swap_bandwidth=rng.choice((1e4, 1e6, 1e8)),
         layer_groups=(LayerGroup(rng.choice((0, 0, 0, rng.randint(1, 16)))),),
+    )
+
+
+def _with_layer_groups(rng: Random, capacity: WorkerCapacity) -> WorkerCapacity:
+    """Return the capacity of a model with two or three layer groups in a share of the seeds, else the same."""
+    if capacity.is_bidirectional or rng.random() < 0.6:
+        return capacity
+    num_more, most = rng.choice((1, 1, 2)), capacity.windows[0] or 16
+    windows = sorted((rng.choice((capacity.windows[0], rng.randint(1, most))) for _ in range(num_more)), reverse=True)
+    windows.sort(key=bool)  # those without a window first
+    share = rng.uniform(0.4, 1.0)  # of the blocks that another layer group with as many tokens would need
+    return replace(
+        capacity,
+        layer_groups=tuple(map(LayerGroup, (capacity.windows[0], *windows))),
+        num_device_blocks=capacity.num_device_blocks + int(num_more * share * capacity.num_device_blocks),
+        num_host_blocks=capacity.num_host_blocks + int(num_more * share * capacity.num_host_blocks),
     )
 
 

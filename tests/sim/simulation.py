@@ -96,8 +96,10 @@ class Simulation(Timeline):
         self.closing: Connection | None = None  # closed by the step loop; its session does not know it yet
         self.missing_since: float | None = 0.0  # since when there has been no worker
         self.old_connections: deque[Connection] = deque(maxlen=3)
-        self.ledger = MoveLedger(scenario.capacity.block_size, scenario.capacity.windows[0])
-        self.root_ledger = RootLedger(scenario.capacity.block_size, scenario.capacity.windows[0])
+        self.ledger = MoveLedger(scenario.capacity.block_size, scenario.capacity.windows)
+        self.root_ledger = RootLedger(
+            scenario.capacity.block_size, scenario.capacity.windows, scenario.capacity.max_num_seqs
+        )
         self.cache_view = CacheView()
         self.process = WorkerProcess(self, scenario.capacity)
         self.is_calm = False  # faults have stopped
@@ -416,8 +418,8 @@ class Simulation(Timeline):
             self.note("ready", connection.epoch, _brief(self.process.capacity))
         self.dialled, self.connection = None, connection
         capacity = self.process.capacity
-        self.ledger = MoveLedger(capacity.block_size, capacity.windows[0])
-        self.root_ledger = RootLedger(capacity.block_size, capacity.windows[0])
+        self.ledger = MoveLedger(capacity.block_size, capacity.windows)
+        self.root_ledger = RootLedger(capacity.block_size, capacity.windows, capacity.max_num_seqs)
         self.loop.exchange.worker_ready(capacity, connection.epoch, Link(self, connection))
 
     def receive_refusal(self, connection: Connection, epoch: int) -> None:
@@ -633,7 +635,7 @@ class Simulation(Timeline):
         epoch = self.scheduler.state.worker
         if epoch.has_worker:
             # Requests own the blocks that their swaps move. Copies of cached content own none.
-            swaps, cache = [move for move in epoch.cache.moves if move.node is None], epoch.cache
+            swaps, cache = [move for move in epoch.cache.moves if move.content is None], epoch.cache
             for uses, pool, swapped, num_held in (
                 (block_map.device, cache.pool, {move.device_block for move in swaps}, stats.num_held_blocks),
                 (block_map.host, cache.host_pool, {move.host_block for move in swaps}, stats.num_held_host_blocks),

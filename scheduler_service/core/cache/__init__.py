@@ -1,7 +1,7 @@
 """The block pools of both tiers, the prefix index, and the moves of blocks between the device and the host."""
 
 from scheduler_service.core.cache.block_pool import BlockPool, EvictionOrder, RetentionPriority
-from scheduler_service.core.cache.prefix_index import Cursor, Node, PrefixIndex, content_root
+from scheduler_service.core.cache.prefix_index import Content, Cursor, Node, PrefixIndex, content_root
 from scheduler_service.core.cache.room import Allocation, Match, StepCount
 from scheduler_service.core.cache.tables import CacheManager
 from scheduler_service.core.cache.tiers import MoveLedger
@@ -10,6 +10,7 @@ __all__ = [
     "Allocation",
     "BlockPool",
     "CacheManager",
+    "Content",
     "Cursor",
     "EvictionOrder",
     "Match",

@@ -1,9 +1,15 @@
 """The prefix index: finds cached full blocks by their tokens, with an exact comparison.
 
-A node represents the content of one block. It is identified by its parent and its token bytes. A node has any number of
-copies on the device and at most one copy on the host. It exists while it or a descendant has a copy. A child is looked
-up in its parent by all its token bytes. So a hash collision can never return a wrong block. The chained xxh3_64 hash is
-only the block's public name, for events and routing.
+A node represents one full block of tokens after a given prefix. It is identified by its parent and its token bytes. In
+each layer group it has one content: the K and V of the group's layers. A content has any number of copies on the device
+and at most one copy on the host. A node exists while it or a descendant has a copy. A child is looked up in its parent
+by all its token bytes. So a hash collision can never return a wrong block. The chained xxh3_64 hash is only the block's
+public name, for events and routing.
+
+The groups with the longest reach are the *spine*: a cached prefix ends at the first node that lacks one of their
+contents. Of every other group, a sequence that starts with a prefix needs the last window only. So a prefix is usable
+where the spine has everything and every other group has its last window. The contents of a node are evicted
+independently.
 """
 
 from __future__ import annotations
@@ -44,6 +50,52 @@ def _token_bytes(token_ids: Sequence[int], block_index: int, block_size: int) ->
     return array("I", token_ids[start : start + block_size]).tobytes()
 
 
+class Windows(NamedTuple):
+    """The sliding windows of a model's layer groups in tokens, and the number of tokens in a block. A window of 0
+    means that the group attends to all preceding positions. The longest reach comes first."""
+
+    of_groups: tuple[int, ...]
+    block_size: int
+
+    @property
+    def num_spine(self) -> int:
+        """Return the number of layer groups with the longest reach, which are the first groups."""
+        return self.of_groups.count(self.of_groups[0])
+
+    def num_passed(self, group: int, num_blocks: int) -> int:
+        """Return how many of the first `num_blocks` blocks of a prefix a sequence that starts after them need not have
+        in a layer group, because the group's window has passed them.
+
+        The last block is always needed, because the next block is added to the prefix index after it.
+        """
+        window = self.of_groups[group]
+        first = (num_blocks * self.block_size - window + 1) // self.block_size if window else 0
+        return max(0, min(first, num_blocks - 1))
+
+    def num_usable(self, nodes: Sequence[Node], *, on_device: bool = False) -> int:
+        """Return the length of the longest prefix of `nodes` with which a sequence can start. The spine must have all
+        of its contents of these nodes. With `on_device`, only contents on the device count."""
+        num_usable = len(nodes)
+        while True:
+            ends = [
+                self._end_before_gap(nodes[:num_usable], group, on_device)
+                for group in range(self.num_spine, len(self.of_groups))
+            ]
+            shortest = min(ends, default=num_usable)
+            if shortest == num_usable:
+                return num_usable
+            num_usable = shortest  # every longer prefix has the gap within its last window, too
+
+    def _end_before_gap(self, nodes: Sequence[Node], group: int, on_device: bool) -> int:
+        """Return the index of the last node in the group's last window that lacks the group's content, or the number of
+        nodes if none does."""
+        num_blocks = len(nodes)
+        for i in range(num_blocks - 1, self.num_passed(group, num_blocks) - 1, -1):
+            if not nodes[i].contents[group].is_on(on_device):
+                return i
+        return num_blocks
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Cursor:
     """A waiting prompt's position in the prefix index: the node of the last block of its cached prefix.
@@ -54,14 +106,39 @@ class Cursor:
 
     node: Node  # of the last cached block; the root if none is cached
     token_ids: Sequence[int]
-    block_size: int
+    windows: Windows
     max_blocks: int
-    num_blocks: int = 0  # cached blocks, in either tier
+    num_blocks: int = 0  # blocks of the spine that are cached, in either tier
+    _num_usable: int = -1  # of these; -1: a content of a layer group with a window has come or gone since
+
+    @property
+    def block_size(self) -> int:
+        return self.windows.block_size
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Return the number of full blocks with which the prompt could start now, if what is on the host were
+        loaded."""
+        if self._num_usable < 0:
+            is_whole = len(self.windows.of_groups) == self.windows.num_spine
+            self._num_usable = self.num_blocks if is_whole else self.windows.num_usable(self.chain())
+        return self._num_usable
 
     @property
     def num_missing_blocks(self) -> int:
-        """Return the number of full blocks of the waiting prompt that are not in the prefix cache."""
-        return self.max_blocks - self.num_blocks
+        """Return the number of full blocks of the waiting prompt that would have to be computed."""
+        return self.max_blocks - self.num_usable_blocks
+
+    def is_changed_by(self, content: Content, *, is_gain: bool) -> bool:
+        """Record that a content of a layer group with a window was cached or lost at the cursor's node or above it.
+        Return whether the number of usable blocks may have changed."""
+        known, depth = self._num_usable, content.node.depth
+        is_changed = known < self.num_blocks
+        if not is_gain:
+            is_changed = self.windows.num_passed(content.group, known) < depth <= known
+        if is_changed:
+            self._num_usable = -1
+        return is_changed
 
     @property
     def next_bytes(self) -> bytes:
@@ -87,6 +164,7 @@ class Cursor:
         The cursor must not be registered at a node when this method is called.
         """
         node, next_bytes = self.node, self.next_bytes
+        self._num_usable = -1
         while next_bytes:
             child = node.children.get(next_bytes)
             if child is None or not child.is_cached:
@@ -112,17 +190,38 @@ class Cursor:
 
 
 @dataclass(slots=True, eq=False, repr=False)
+class Content:
+    """The K and V of one layer group for the tokens of a node of the prefix index, and the blocks on the device and on
+    the host that contain a copy."""
+
+    node: Node
+    group: int
+    blocks: tuple[int, ...] = ()  # a tuple of integers, which the garbage collector does not track
+    host_block: int = 0  # 0: no copy on the host
+    is_moving: bool = False  # a demotion or promotion of this content is in progress
+
+    @property
+    def is_cached(self) -> bool:
+        """Return whether a block on the device or on the host contains a copy of this content."""
+        return bool(self.blocks or self.host_block)
+
+    def is_on(self, device: bool) -> bool:
+        """Return whether a block contains a copy of this content. With `device`, only device blocks count."""
+        return bool(self.blocks or (not device and self.host_block))
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """A node of the prefix index. It represents the content of one full KV cache block that follows a given prefix, and
-    lists the blocks on the device and on the host that contain a copy of this content."""
+    """A node of the prefix index: one full block of tokens that follows a given prefix, with its content in each layer
+    group."""
 
     root: Root
     parent: Node | None
     token_bytes: bytes
     block_hash: int
-    blocks: tuple[int, ...] = ()  # a tuple of integers, which the garbage collector does not track
-    host_block: int = 0  # 0: no copy on the host
-    is_moving: bool = False  # a demotion or promotion of this content is in progress
+    depth: int  # number of blocks from the root up to and including this one
+    num_spine: int  # number of first contents that a cached prefix needs
+    contents: tuple[Content, ...] = ()  # one for each layer group; none for a root
     children: dict[bytes, Node] = field(default_factory=dict)
     # The cursors attached to this node, by the token bytes of their next block. None: no cursor was ever attached.
     cursors: dict[bytes, dict[Cursor, None]] | None = None
@@ -130,11 +229,21 @@ class Node:
 
     @property
     def is_cached(self) -> bool:
-        """Return whether a block on the device or on the host contains a copy of this node's content."""
-        return bool(self.blocks or self.host_block)
+        """Return whether a cached prefix can go on with this node: the layer groups with the longest reach have their
+        contents, on the device or on the host."""
+        return all(content.is_cached for content in self.contents[: self.num_spine])
+
+    def standing(self) -> list[Cursor]:
+        """Return the cursors that stand at this node."""
+        return [cursor for standing in (self.cursors or {}).values() for cursor in standing]
+
+    def is_whole(self, tier: Tier) -> bool:
+        """Return whether every layer group has its content in the given tier (device or host)."""
+        is_device = tier is Tier.DEVICE
+        return all(content.blocks if is_device else content.host_block for content in self.contents)
 
     def stored(self, tier: Tier) -> BlockStored:
-        """Return a cache event for subscribers, which says that prompts can now match this content in the given tier
+        """Return a cache event for subscribers, which says that prompts can now match this block in the given tier
         (device or host)."""
         assert self.parent is not None
         return BlockStored(
@@ -177,6 +286,16 @@ class Cursors:
         moved, self._moved = self._moved, {}
         return list(moved)
 
+    def changed(self, content: Content, *, is_gain: bool) -> None:
+        """Record that a content of a layer group with a window was cached (`is_gain`) or lost, for the waiting prompts
+        whose cached prefix contains its node."""
+        nodes = [content.node] if content.node.num_cursors else []
+        for visited in nodes:
+            nodes.extend(child for child in visited.children.values() if child.num_cursors)
+            for cursor in visited.standing():
+                if cursor.is_changed_by(content, is_gain=is_gain):
+                    self._moved[cursor] = None
+
     def advance_waiting(self, node: Node) -> None:
         """Advance the cursors of the waiting prompts whose next block is the content of `node`. Call this when the
         content has just been cached."""
@@ -193,7 +312,7 @@ class Cursors:
         nodes = [node]
         for visited in nodes:
             nodes.extend(child for child in visited.children.values() if child.num_cursors)
-            for cursor in [cursor for standing in (visited.cursors or {}).values() for cursor in standing]:
+            for cursor in visited.standing():
                 cursor.detach()
                 while cursor.node is not node.parent:
                     assert cursor.node.parent is not None
@@ -211,11 +330,16 @@ class PrefixIndex:
     The index is a set of trees. Each node except the roots is the content of one full block.
     """
 
-    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, block_size: int, num_blocks: int, num_host_blocks: int = 0, windows: tuple[int, ...] = (0,)
+    ) -> None:
+        """Create an empty index. `windows` are the sliding windows of the layer groups, see `Windows`."""
         self._block_size = block_size
+        self.windows = Windows(windows, block_size)
+        self._groups, self._num_spine = range(len(windows)), self.windows.num_spine
         self.roots: dict[Root, Node] = {}
-        self.contents: list[Node | None] = [None] * (num_blocks + 1)  # by device block
-        self.host_contents: list[Node | None] = [None] * (num_host_blocks + 1)
+        self.contents: list[Content | None] = [None] * (num_blocks + 1)  # by device block
+        self.host_contents: list[Content | None] = [None] * (num_host_blocks + 1)
         self.num_cached_blocks = 0
         self.num_cached_host_blocks = 0
         self._changes: list[tuple[Node, Tier, bool]] = []  # content that was stored (True) or removed since take_events
@@ -224,7 +348,7 @@ class PrefixIndex:
     def match(self, root: Root, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
         """Find the longest cached prefix of `token_ids`, and return its index nodes, one per full block.
 
-        The content of each node is cached on the device, on the host, or on both. The result has at most `max_blocks`
+        Each content of the spine is cached on the device, on the host, or on both. The result has at most `max_blocks`
         nodes.
         """
         node = self.roots.get(root)
@@ -244,7 +368,7 @@ class PrefixIndex:
 
         The prefix may be cached on the device or on the host. It has at most `max_blocks` full blocks of `token_ids`.
         """
-        cursor = Cursor(self._root_node(root), token_ids, self._block_size, max_blocks)
+        cursor = Cursor(self._root_node(root), token_ids, self.windows, max_blocks)
         self.cursors.add(cursor)
         return cursor
 
@@ -264,12 +388,11 @@ class PrefixIndex:
             node = node.children.get(_token_bytes(token_ids, i, self._block_size)) if node else None
         return node
 
-    def publish(self, root: Root, parent: Node | None, token_ids: Sequence[int], block_index: int, block: int) -> Node:
-        """Record that the device block `block` contains block number `block_index` of `token_ids`, so that other
-        sequences can use it. Return the index node of this content.
+    def extend(self, root: Root, parent: Node | None, token_ids: Sequence[int], block_index: int) -> Node:
+        """Return the index node for block number `block_index` of `token_ids`. If it does not exist, it is created
+        without copies, and the caller must add one.
 
-        `parent` is the node of the preceding block, or None for the first block. Raises RuntimeError if the index
-        already has content for `block`.
+        `parent` is the node of the preceding block, or None for the first block.
         """
         if parent is None:
             parent = self._root_node(root)
@@ -277,68 +400,65 @@ class PrefixIndex:
         node = parent.children.get(token_bytes)
         if node is None:
             block_hash = xxhash.xxh3_64_intdigest(parent.block_hash.to_bytes(8, "little") + token_bytes)
-            node = parent.children[token_bytes] = Node(root, parent, token_bytes, block_hash)
-        self.add_copy(node, block)
+            node = Node(root, parent, token_bytes, block_hash, parent.depth + 1, self._num_spine)
+            node.contents = tuple([Content(node, group) for group in self._groups])
+            parent.children[token_bytes] = node
         return node
 
-    def add_copy(self, node: Node, block: int) -> None:
-        """Record that the device block `block` contains a copy of a node's content. Raises RuntimeError if the index
-        already has content for `block`."""
+    def add_copy(self, content: Content, block: int) -> None:
+        """Record that the device block `block` contains a copy of a content, so that other sequences can use it. Raises
+        RuntimeError if the index already has content for `block`."""
         if self.contents[block] is not None:
             raise RuntimeError(f"block {block} is published already")
-        is_first = not node.blocks
-        node.blocks += (block,)
-        self.contents[block] = node
+        is_first = not content.blocks
+        content.blocks += (block,)
+        self.contents[block] = content
         self.num_cached_blocks += 1
         if is_first:
-            self._changes.append((node, Tier.DEVICE, True))
-            if self.cursors.number and not node.host_block:
-                self.cursors.advance_waiting(node)
+            self._record_gain(content, Tier.DEVICE, is_cached_elsewhere=content.host_block > 0)
 
-    def add_host_copy(self, node: Node, host_block: int) -> None:
-        """Record that the host block `host_block` contains a copy of a node's content. The node must have no copy on
-        the host yet."""
-        assert not node.host_block
+    def add_host_copy(self, content: Content, host_block: int) -> None:
+        """Record that the host block `host_block` contains a copy of a content. The content must have no copy on the
+        host yet."""
+        assert not content.host_block
         assert self.host_contents[host_block] is None
-        node.host_block = host_block
-        self.host_contents[host_block] = node
+        content.host_block = host_block
+        self.host_contents[host_block] = content
         self.num_cached_host_blocks += 1
-        self._changes.append((node, Tier.HOST, True))
-        if not node.blocks:
-            self.cursors.advance_waiting(node)
+        self._record_gain(content, Tier.HOST, is_cached_elsewhere=bool(content.blocks))
 
     def forget(self, block: int) -> None:
         """Remove a device block from the index, for example because the block is about to be overwritten. Does nothing
         if the index has no content for this block."""
-        node = self.contents[block]
-        if node is None:
+        content = self.contents[block]
+        if content is None:
             return
         self.contents[block] = None
         self.num_cached_blocks -= 1
-        node.blocks = tuple(copy for copy in node.blocks if copy != block)
-        if not node.blocks:
-            self._record_loss(node, Tier.DEVICE)
+        if len(content.blocks) == 1:
+            self._record_loss(content, Tier.DEVICE)
+        else:
+            content.blocks = tuple(copy for copy in content.blocks if copy != block)
 
     def forget_host(self, host_block: int) -> None:
         """Remove a host block from the index, for example because the block is about to be overwritten. Does nothing if
         the index has no content for this block."""
-        node = self.host_contents[host_block]
-        if node is None:
+        content = self.host_contents[host_block]
+        if content is None:
             return
         self.host_contents[host_block] = None
         self.num_cached_host_blocks -= 1
-        node.host_block = 0
-        self._record_loss(node, Tier.HOST)
+        self._record_loss(content, Tier.HOST)
 
     def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
-        """Remove all cached copies of a node's content from the index, and all copies of the blocks that continue this
-        content.
+        """Remove all cached copies of a node's contents from the index, and all copies of the blocks that continue this
+        node.
 
         Return the removed blocks as two lists: the device blocks and the host blocks.
         """
-        nodes = _with_descendants([node])
-        blocks = [block for visited in nodes for block in visited.blocks]
-        host_blocks = [visited.host_block for visited in nodes if visited.host_block]
+        contents = [content for visited in _with_descendants([node]) for content in visited.contents]
+        blocks = [block for content in contents for block in content.blocks]
+        host_blocks = [content.host_block for content in contents if content.host_block]
         for block in reversed(blocks):  # leaves first, so that a cursor moves one node at a time
             self.forget(block)
         for host_block in reversed(host_blocks):
@@ -353,7 +473,7 @@ class PrefixIndex:
         """
         for node in self.nodes():
             node.children.clear()
-            node.cursors = None
+            node.cursors, node.contents = None, ()
         self.roots.clear()
 
     def take_events(self) -> list[KvEvent]:
@@ -377,35 +497,53 @@ class PrefixIndex:
     def snapshot(self) -> list[BlockStored]:
         """Return a `BlockStored` event for all content that is cached now, so that a new subscriber learns the present
         state. The event of a block comes after the event of its parent block."""
-        return [
-            node.stored(tier)
-            for node in self.nodes()
-            for tier, copies in ((Tier.DEVICE, node.blocks), (Tier.HOST, node.host_block))
-            if copies
-        ]
+        return [node.stored(tier) for node in self.nodes() for tier in Tier if node.contents and node.is_whole(tier)]
 
     def _root_node(self, root: Root) -> Node:
         node = self.roots.get(root)
         if node is None:
-            node = self.roots[root] = Node(root, None, b"", root.block_hash)
+            node = self.roots[root] = Node(root, None, b"", root.block_hash, 0, self._num_spine)
         return node
 
-    def _record_loss(self, node: Node, tier: Tier) -> None:
-        """Record that one tier (device or host) has lost its last copy of a node's content. If the other tier has no
-        copy either, move the cursors of the waiting prompts."""
-        self._changes.append((node, tier, False))
-        if node.num_cursors and not node.is_cached:
-            self.cursors.move_back(node)
+    def _record_gain(self, content: Content, tier: Tier, *, is_cached_elsewhere: bool) -> None:
+        """Record that one tier (device or host) has got its first copy of a content. If the other tier has none, move
+        the cursors of the waiting prompts."""
+        node = content.node
+        if node.is_whole(tier):
+            self._changes.append((node, tier, True))
+        if not self.cursors.number or is_cached_elsewhere:
+            return
+        if content.group >= self._num_spine:
+            self.cursors.changed(content, is_gain=True)
+        elif node.is_cached:
+            self.cursors.advance_waiting(node)
+
+    def _record_loss(self, content: Content, tier: Tier) -> None:
+        """Remove the last copy of a content in one tier (device or host). If the other tier has no copy either, move
+        the cursors of the waiting prompts."""
+        node = content.node
+        if node.is_whole(tier):
+            self._changes.append((node, tier, False))
+        if tier is Tier.DEVICE:
+            content.blocks = ()
+        else:
+            content.host_block = 0
+        if node.num_cursors and not content.is_cached:
+            if content.group >= self._num_spine:
+                self.cursors.changed(content, is_gain=False)
+            else:
+                self.cursors.move_back(node)
         self._prune(node)
 
     def _prune(self, node: Node) -> None:
         """Delete an index node if it has no cached copies, no children and no cursors. Then check its parent in the
         same way, and so on up to the root."""
-        while not node.blocks and not node.host_block and not node.children and not node.cursors:
+        while not (node.children or node.cursors or any(content.is_cached for content in node.contents)):
             if node.parent is None:
                 del self.roots[node.root]
                 return
             del node.parent.children[node.token_bytes]
+            node.contents = ()  # they refer to the node
             node = node.parent
 
 

@@ -3,19 +3,22 @@
 The cache knows only three things about a sequence: its tokens, its request and its allocation. The ranges of its
 positions are:
 
-    freed      ├────┤                           the sliding window has passed these blocks
+    freed      ├────┤                           the layer group's window has passed these blocks
     matched    ├──────────┤                     prefix cache hits, or blocks shared with a relative
     published  ├───────────────┤                other sequences can match these blocks
     computed   ├──────────────────┤             K and V exist, or a plan in flight computes them
     granted    ├────────────────────────┤       blocks are allocated, on the device or on the host
+
+A sequence has a block table for each layer group. The tables differ in what is freed and granted.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pagewire.common.wire.messages import WorkerCapacity
 from scheduler_service.core.cache.block_pool import BlockPool
-from scheduler_service.core.cache.prefix_index import Node, Root
+from scheduler_service.core.cache.prefix_index import Content, Node, Root, Windows
 from scheduler_service.core.request import Request
 
 
@@ -25,6 +28,21 @@ class StepCount:
     increment counts a token for each of them."""
 
     num_steps: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """The KV cache blocks of one sequence in one layer group."""
+
+    window: int  # the sliding window of the layer group, in tokens; 0: none
+    blocks: list[int] = field(default_factory=list)  # device blocks; 0 for a block that the window has passed
+    host_blocks: list[int] = field(default_factory=list)  # while the sequence is swapped
+    num_freed: int = 0  # at the start of the table: blocks that the window has passed
+
+    def freed(self, num_blocks: int) -> None:
+        """Record that the sequence no longer uses the first `num_blocks` blocks of the table, because the sliding
+        window has passed them."""
+        self.num_freed = max(self.num_freed, num_blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,13 +56,11 @@ class Allocation:
     request: Request
     root: Root
     token_ids: list[int]  # the sequence's own list, which grows
+    tables: tuple[BlockTable, ...]  # one for each layer group of the worker's model, the longest reach first
     free_list: int = 0  # the free list for its blocks when they are idle
-    block_table: list[int] = field(default_factory=list)  # device blocks; 0 for a block that the window has passed
-    host_table: list[int] = field(default_factory=list)  # host blocks while the sequence is swapped
-    last_node: Node | None = None  # of the last block in the table that was published or matched
+    last_node: Node | None = None  # of the last block in the tables that was published or matched
     num_published_blocks: int = 0
     num_matched_blocks: int = 0  # kept after the release: results of the row may be in flight
-    num_freed_blocks: int = 0  # at the start of the table: blocks that the window has passed
     forkable_from: int = 0  # the first step that may fork its prompt; 0: the prompt is not computed
     # A decoding row computes one position in every plan and is not visited. Its count is then the count at which it
     # began to decode, plus the number of plans since.
@@ -53,28 +69,28 @@ class Allocation:
     _joined_step: int = 0
 
     def __str__(self) -> str:
+        sizes = ", ".join(f"{len(table.blocks)} ({table.num_freed} freed)" for table in self.tables)
         return (
-            f"{len(self.block_table)} blocks and {len(self.host_table)} on the host: {self.num_freed_blocks} freed, "
-            f"{self.num_matched_blocks} matched, {self.num_published_blocks} published; "
-            f"{self.num_computed_tokens} tokens computed"
+            f"tables of {sizes} blocks and {len(self.host_blocks)} on the host: {self.num_matched_blocks} matched, "
+            f"{self.num_published_blocks} published; {self.num_computed_tokens} tokens computed"
         )
 
     @property
     def num_granted_blocks(self) -> int:
-        """Return the length of the sequence's block table. It includes an entry for each block that was freed because
-        the sliding window has passed it."""
-        return len(self.block_table)
+        """Return the length of the sequence's shortest block table. It includes an entry for each block that was freed
+        because the sliding window has passed it."""
+        return min([len(table.blocks) for table in self.tables])
 
     @property
     def blocks(self) -> set[int]:
-        """Return the numbers of the device blocks in the sequence's block table."""
-        return set(self.block_table) - {0}
+        """Return the numbers of the device blocks in the sequence's block tables."""
+        return {block for table in self.tables for block in table.blocks} - {0}
 
     @property
     def host_blocks(self) -> set[int]:
         """Return the numbers of the host blocks that contain the sequence's KV cache while the sequence is swapped
         out."""
-        return set(self.host_table) - {0}
+        return {block for table in self.tables for block in table.host_blocks} - {0}
 
     @property
     def num_computed_tokens(self) -> int:
@@ -84,15 +100,15 @@ class Allocation:
     def publishes(self) -> bool:
         """Return whether further blocks of this sequence can still be added to the prefix index.
 
-        A block can be added only after the preceding blocks. This is impossible if the sliding window has passed the
-        first blocks and a swap has reset the record of the blocks in the index.
+        A block can be added only after the preceding blocks. This is impossible if the window of the layer group with
+        the longest reach has passed the first blocks, and a swap has reset the record of the blocks in the index.
         """
-        return self.num_freed_blocks <= self.num_published_blocks
+        return self.tables[0].num_freed <= self.num_published_blocks
 
-    def computed_blocks(self, block_size: int) -> list[int]:
-        """Return the part of the sequence's block table that contains computed positions. An entry is 0 if the block
-        was freed because the sliding window has passed it."""
-        return self.block_table[: -(-self.num_computed_tokens // block_size)]
+    def computed_blocks(self, table: BlockTable, block_size: int) -> list[int]:
+        """Return the part of one of the sequence's block tables that contains computed positions. An entry is 0 if the
+        block was freed because the sliding window has passed it."""
+        return table.blocks[: -(-self.num_computed_tokens // block_size)]
 
     def depends_on(self, other: "Allocation", block_size: int) -> bool:
         """Return whether this sequence uses KV cache content that another sequence wrote. `other` is the allocation of
@@ -134,11 +150,6 @@ class Allocation:
         """Record that the first `num_blocks` KV cache blocks of the sequence were written by other sequences."""
         self.num_matched_blocks = num_blocks
 
-    def freed(self, num_blocks: int) -> None:
-        """Record that the sequence no longer uses its first `num_blocks` blocks, because the sliding window has passed
-        them."""
-        self.num_freed_blocks = max(self.num_freed_blocks, num_blocks)
-
     def published(self, node: Node | None, num_blocks: int) -> None:
         """Record that the first `num_blocks` blocks of the sequence are in the prefix index. `node` is the index node
         of the last of them.
@@ -151,42 +162,55 @@ class Allocation:
         """Reset the record of computed, published and freed positions, because all KV cache blocks of the sequence were
         released."""
         self.published(None, 0)
-        self.num_freed_blocks = self.forkable_from = self._num_computed = 0
+        for table in self.tables:
+            table.num_freed = 0
+        self.forkable_from = self._num_computed = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """A prefix cache hit: the cached blocks with which a sequence can start.
 
-    The first blocks of the prefix are on the device (`device`). The blocks that follow must be loaded from the host
-    (`host`).
+    A shorter prefix, of the first `num_on_device` nodes, needs nothing from the host. For the whole prefix, the
+    contents `loads` must be loaded.
     """
 
-    device: tuple[Node, ...] = ()
-    host: tuple[Node, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    num_on_device: int = 0
+    loads: tuple[Content, ...] = ()
+
+    @property
+    def num_loaded_blocks(self) -> int:
+        """Return how many blocks the prefix is longer than the one that needs nothing from the host."""
+        return len(self.nodes) - self.num_on_device
 
     @property
     def is_loading(self) -> bool:
         """Return whether a block of this hit is already being copied between the host and the device, for example for
         another request."""
-        return any(node.is_moving for node in self.host)
+        return any(content.is_moving for content in self.loads)
 
     def without_host(self) -> "Match":
         """Return the part of this prefix cache hit that is already on the device."""
-        return Match(self.device)
+        return Match(self.nodes[: self.num_on_device], self.num_on_device)
 
 
 class Room:
     """Computes how many KV cache blocks a sequence needs, and whether the worker's block pool has enough free blocks.
-    The methods only read state."""
+    The methods only read state.
+
+    All layer groups take their blocks from one pool, so that a number of blocks is the sum over the groups.
+    """
 
     def __init__(self, capacity: WorkerCapacity, pool: BlockPool, *, num_step_tokens: int, watermark: float) -> None:
         """Create the calculator for a pool of KV cache blocks.
 
         `watermark` is the share of the blocks, from 0 to 1, that must stay free when a request is admitted.
         """
-        self.block_size, self.window = capacity.block_size, capacity.layer_groups[0].sliding_window
+        self.block_size, self.windows = capacity.block_size, Windows(capacity.windows, capacity.block_size)
         self.pool = pool
+        self._sliding = [window for window in capacity.windows if window]
+        self._num_full = len(capacity.windows) - len(self._sliding)  # layer groups without a window
         self._num_step_tokens = num_step_tokens
         self._num_watermark_blocks = int(watermark * capacity.num_device_blocks)
 
@@ -197,41 +221,67 @@ class Room:
         """Return the largest number of KV cache blocks that a request may need at the same time.
 
         All sequences of the request share the full blocks of the prompt. In a beam search, each beam may also need a
-        copy of a shared block. With a sliding window, the result is at most the number of blocks that cover one window
-        per sequence, plus these copies.
+        copy of a shared block. In a layer group with a sliding window, a sequence needs at most the blocks that cover
+        one window.
         """
-        num_blocks = self._num_blocks_of_all(request)
-        num_rows, num_copies = request.num_rows, _num_copies(request)
+        num_blocks, num_rows = self._num_blocks_of_all(request), request.num_rows
         num_shared = (len(request.prompt_token_ids) - 1) // self.block_size
-        if self.window and request.beam:
-            num_shared = 0  # the window may have passed the prompt before a late beam gets its row
-        max_blocks = num_shared + num_rows * (num_blocks - num_shared) + num_copies
-        if not self.window:
-            return max_blocks
-        return min(max_blocks, num_rows * min(num_blocks, self.num_chunk_blocks(1)) + num_copies)
+        total = self._num_full * (num_shared + num_rows * (num_blocks - num_shared)) + self._num_copies(request)
+        if request.beam:
+            num_shared = 0  # a window may have passed the prompt before a late beam gets its row
+        most = num_shared + num_rows * (num_blocks - num_shared)
+        return total + sum(
+            min(most, num_rows * min(num_blocks, self.num_chunk_blocks(window, 1))) for window in self._sliding
+        )
 
-    def num_chunk_blocks(self, num_tokens: int) -> int:
-        """Return how many KV cache blocks a sequence needs at most while it computes `num_tokens` positions: the blocks
-        that it reads or writes. The model must have a sliding window."""
-        return (self.window + num_tokens + self.block_size - 3) // self.block_size + 1
+    @property
+    def max_sequence_blocks(self) -> int | None:
+        """Return the length of the longest block table with which one sequence fits into the pool. The result is None
+        if all layer groups have a window, and the pool can hold one of each."""
+        num_window_blocks = [self.num_chunk_blocks(window, 1) for window in self._sliding]
+        if not self._num_full and sum(num_window_blocks) <= self.pool.num_blocks:
+            return None
 
-    def max_row_blocks(self, request: Request) -> int:
-        """Return the largest number of KV cache blocks that each running sequence of a request may hold.
+        def total(num_blocks: int) -> int:
+            return self._num_full * num_blocks + sum(min(num_blocks, most) for most in num_window_blocks)
 
-        Without a sliding window, this is the number of blocks for all positions. With a sliding window, each sequence
-        may hold an equal part of the pool, but no more blocks than it can use in one step. If an equal part cannot hold
-        one window, the limit is again the number of blocks for all positions.
+        return bisect_right(range(1, self.pool.num_blocks + 1), self.pool.num_blocks, key=total)
+
+    def num_chunk_blocks(self, window: int, num_tokens: int) -> int:
+        """Return how many KV cache blocks a sequence needs at most in a layer group with a sliding window while it
+        computes `num_tokens` positions: the blocks that it reads or writes."""
+        return (window + num_tokens + self.block_size - 3) // self.block_size + 1
+
+    def max_table_blocks(self, request: Request, window: int) -> int:
+        """Return the largest number of KV cache blocks that each running sequence of a request may hold in a layer
+        group with the given sliding window.
+
+        Without a window, this is the number of blocks for all positions. With a window, each sequence may hold the
+        blocks of one window and an equal part of what the request's other needs leave of the pool, but no more blocks
+        than it can use in one step. If the pool cannot hold the request, the limit is again the number of blocks for
+        all positions.
         """
         num_blocks = self._num_blocks_of_all(request)
-        if not self.window:
+        if not window:
             return num_blocks
-        num_shared_out = (self.pool.num_blocks - _num_copies(request)) // request.num_rows
-        if num_shared_out < min(num_blocks, self.num_chunk_blocks(1)):
+        num_rows = request.num_rows
+        num_shared = (len(request.prompt_token_ids) - 1) // self.block_size
+        num_full = self._num_full * (num_shared + num_rows * (num_blocks - num_shared))
+        least = [min(num_blocks, self.num_chunk_blocks(each, 1)) for each in self._sliding]
+        num_left = self.pool.num_blocks - self._num_copies(request) - num_full - num_rows * sum(least)
+        if num_left < 0:
             return num_blocks
-        return min(num_blocks, num_shared_out, self.num_chunk_blocks(self._num_step_tokens))
+        num_allowed = min(num_blocks, self.num_chunk_blocks(window, 1)) + num_left // (num_rows * len(least))
+        return min(num_blocks, num_allowed, self.num_chunk_blocks(window, self._num_step_tokens))
 
     def _num_blocks_of_all(self, request: Request) -> int:
         return self.num_blocks_for(len(request.prompt_token_ids) + max(0, request.max_tokens - 1))
+
+    def _num_copies(self, request: Request) -> int:
+        """Return how many KV cache blocks the beams of a request may need at once for copies of shared blocks
+        (copy-on-write). It is 0 without a beam search or with a single beam."""
+        has_copies = request.beam and request.num_rows > 1
+        return request.num_rows * len(self.windows.of_groups) if has_copies else 0
 
     def can_allocate(self, num_blocks: int, *, alone: bool) -> bool:
         """Return whether a request may allocate `num_blocks` KV cache blocks from the pool now.
@@ -241,17 +291,17 @@ class Room:
         """
         return num_blocks + (0 if alone else self._num_watermark_blocks) <= self.pool.num_free
 
-    def num_opening_entries(self, allocation: Allocation, num_passed: int) -> int:
-        """Return the length of a sequence's block table at its start: the number of blocks for all tokens that the
-        sequence has then.
+    def num_opening_entries(self, allocation: Allocation, table: BlockTable, num_passed: int) -> int:
+        """Return the length of one of a sequence's block tables at its start: the number of blocks for all tokens that
+        the sequence has then.
 
         With a sliding window, the table may be shorter. It then covers `num_passed` blocks that the window has already
         passed, and the blocks for a chunk as long as the window.
         """
-        num_blocks = self.num_blocks_for(len(allocation.token_ids))
-        if not self.window:
+        num_blocks, window = self.num_blocks_for(len(allocation.token_ids)), table.window
+        if not window:
             return num_blocks
-        num_chunk_blocks = min(self.num_chunk_blocks(self.window), self.max_row_blocks(allocation.request))
+        num_chunk_blocks = min(self.num_chunk_blocks(window, window), self.max_table_blocks(allocation.request, window))
         return min(num_blocks, num_passed + num_chunk_blocks)
 
     def num_opening_blocks(self, allocation: Allocation, match: Match) -> int:
@@ -259,34 +309,33 @@ class Room:
 
         Matched blocks that no other sequence uses are included, because they are free until then.
         """
-        num_passed = self.num_passed_blocks(match)
-        num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device[num_passed:])
-        return self.num_opening_entries(allocation, num_passed) - max(len(match.device), num_passed) + num_idle
+        total = 0
+        for group, table in enumerate(allocation.tables):
+            num_passed = self.windows.num_passed(group, len(match.nodes))
+            copies = [node.contents[group].blocks for node in match.nodes[num_passed:]]
+            num_used = sum(self.pool.ref_count(blocks[0]) > 0 for blocks in copies if blocks)
+            total += self.num_opening_entries(allocation, table, num_passed) - num_passed - num_used
+        return total
 
-    def num_passed_blocks(self, match: Match) -> int:
-        """Return how many of the first blocks of a prefix cache hit a sequence need not keep, because its sliding
-        window has passed them.
-
-        The last matched block is always kept, because the next block is added to the prefix index after it.
-        """
-        num_blocks = len(match.device) + len(match.host)
-        return max(0, min(self.first_needed_block(num_blocks * self.block_size), num_blocks - 1))
-
-    def num_fork_blocks(self, allocation: Allocation, relative: Allocation, num_tokens: int) -> int:
-        """Return how many free KV cache blocks a new sample needs if it shares the first `num_tokens` positions of
-        another sample of its request."""
+    def num_fork_blocks(self, allocation: Allocation, relative: Allocation, num_tokens: int) -> list[int]:
+        """Return how many free KV cache blocks a new sample needs in each layer group if it shares the first
+        `num_tokens` positions of another sample of its request."""
         num_full = num_tokens // self.block_size
-        return max(1, self.num_opening_entries(allocation, min(relative.num_freed_blocks, num_full)) - num_full)
+        return [
+            max(1, self.num_opening_entries(allocation, table, min(other.num_freed, num_full)) - num_full)
+            for table, other in zip(allocation.tables, relative.tables, strict=True)
+        ]
 
     def num_missing_blocks(self, allocation: Allocation, num_tokens: int) -> int:
         """Return how many more KV cache blocks must be allocated to a sequence before it can compute its next
         `num_tokens` positions."""
-        return self.num_blocks_for(allocation.num_computed_tokens + num_tokens) - allocation.num_granted_blocks
+        num_blocks = self.num_blocks_for(allocation.num_computed_tokens + num_tokens)
+        return sum([max(0, num_blocks - len(table.blocks)) for table in allocation.tables])
 
-    def first_needed_block(self, position: int) -> int:
-        """Return the index in the block table of the first block that a sequence still reads when it computes
-        `position` and later positions. It is 0 unless the model has a sliding window."""
-        return max(0, position - self.window + 1) // self.block_size if self.window else 0
+    def first_needed_block(self, window: int, position: int) -> int:
+        """Return the index in a block table of the first block that a sequence still reads when it computes `position`
+        and later positions. It is 0 if the layer group has no sliding window."""
+        return max(0, position - window + 1) // self.block_size if window else 0
 
     def num_computable_tokens(self, allocation: Allocation, num_tokens: int) -> int:
         """Return how many of its next `num_tokens` tokens a sequence may compute with the KV cache blocks that it has
@@ -296,32 +345,32 @@ class Room:
         shortened to the blocks that the sequence may hold, and so that the watermark stays free. The rest of the chunk
         can be computed in a later step.
         """
-        if not self.window or num_tokens <= 1:
+        if not self._sliding or num_tokens <= 1:
             return num_tokens
-        table = allocation.block_table
-        num_allowed = self.max_row_blocks(allocation.request) + allocation.num_freed_blocks - len(table)
-        num_blocks = max(0, min(num_allowed, self.pool.num_free - self._num_watermark_blocks))
-        num_positions = (len(table) + num_blocks) * self.block_size - allocation.num_computed_tokens
-        return min(num_tokens, max(1, num_positions))
+        num_blocks = self.num_blocks_for(allocation.num_computed_tokens + num_tokens)
+        num_full = sum(max(0, num_blocks - len(table.blocks)) for table in allocation.tables if not table.window)
+        num_free = max(0, self.pool.num_free - self._num_watermark_blocks - num_full) // len(self._sliding)
+        for table in allocation.tables:
+            if table.window:
+                num_allowed = self.max_table_blocks(allocation.request, table.window) + table.num_freed
+                num_blocks = max(0, min(num_allowed - len(table.blocks), num_free))
+                num_positions = (len(table.blocks) + num_blocks) * self.block_size - allocation.num_computed_tokens
+                num_tokens = min(num_tokens, max(1, num_positions))
+        return num_tokens
 
     def num_swapped_blocks(self, allocations: Iterable[Allocation]) -> int:
         """Return how many device blocks are needed to load swapped-out sequences from the host. A host block that
         several sequences share is counted once."""
         return len({block for allocation in allocations for block in allocation.host_blocks})
 
-    def num_swap_in_blocks(self, allocations: list[Allocation]) -> int:
+    def num_swap_in_blocks(self, allocations: Sequence[Allocation]) -> int:
         """Return how many device blocks a swapped-out request needs in order to continue.
 
         The number includes the blocks to load from the host, and new blocks for tokens of its sequences that have no
         block yet.
         """
         return self.num_swapped_blocks(allocations) + sum(
-            max(0, self.num_opening_entries(allocation, allocation.num_freed_blocks) - len(allocation.host_table))
+            max(0, self.num_opening_entries(allocation, table, table.num_freed) - len(table.host_blocks))
             for allocation in allocations
+            for table in allocation.tables
         )
-
-
-def _num_copies(request: Request) -> int:
-    """Return how many KV cache blocks the beams of a request may need at once for copies of shared blocks
-    (copy-on-write). It is 0 without a beam search or with a single beam."""
-    return request.num_rows if request.beam and request.num_rows > 1 else 0

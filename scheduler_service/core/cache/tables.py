@@ -1,9 +1,10 @@
 """Block tables: the allocation of both tiers' blocks to sequences, and their publication in the prefix index."""
 
 from pagewire.common.wire.messages import WorkerCapacity
-from scheduler_service.core.cache.prefix_index import Cursor
-from scheduler_service.core.cache.room import Allocation, Match, Room
+from scheduler_service.core.cache.prefix_index import Cursor, Node, Root
+from scheduler_service.core.cache.room import Allocation, BlockTable, Match, Room
 from scheduler_service.core.cache.tiers import Move, Tiers
+from scheduler_service.core.request import Request
 
 
 class CacheManager:
@@ -15,18 +16,22 @@ class CacheManager:
     ) -> None:
         """Create a manager for an empty KV cache. `watermark` is the share of the blocks, from 0 to 1, that must stay
         free when a request is admitted."""
-        self.block_size, self.window = capacity.block_size, capacity.layer_groups[0].sliding_window
+        self.block_size, self.has_windows = capacity.block_size, any(capacity.windows)
         self.enable_prefix_caching = enable_prefix_caching
         self.tiers = tiers = Tiers(capacity)
         self.pool, self.host_pool, self.index, self.moves = tiers.pool, tiers.host_pool, tiers.index, tiers.moves
+        self._windows = tiers.index.windows
         self.room = Room(capacity, tiers.pool, num_step_tokens=num_step_tokens, watermark=watermark)
         self._allocate = tiers.device.allocate
 
     # New rows
 
+    def new_allocation(self, request: Request, root: Root, token_ids: list[int]) -> Allocation:
+        """Return an allocation without blocks for a sequence of a request. `token_ids` is the sequence's own list."""
+        return Allocation(request, root, token_ids, tuple(map(BlockTable, self._windows.of_groups)))
+
     def match(self, allocation: Allocation, cursor: Cursor | None) -> Match:
-        """Find the longest cached prefix of a sequence's tokens. Return its blocks on the device, and the blocks on the
-        host that follow them.
+        """Find the longest cached prefix with which a sequence can start. Its blocks are on the device, or on the host.
 
         `cursor` is the prompt's known position in the prefix index. If it is None, the index is searched. The last
         token is never matched, because the model must compute it to sample the next token.
@@ -37,54 +42,86 @@ class CacheManager:
             chain = self.index.match(
                 allocation.root, allocation.token_ids, (len(allocation.token_ids) - 1) // self.block_size
             )
-        num_device = next((i for i, node in enumerate(chain) if not node.blocks), len(chain))
-        num_host = next((i for i, node in enumerate(chain[num_device:]) if node.blocks), len(chain) - num_device)
-        return Match(tuple(chain[:num_device]), tuple(chain[num_device : num_device + num_host]))
+        windows, spine = self._windows, slice(self._windows.num_spine)
+        is_on_device = [all(content.blocks for content in node.contents[spine]) for node in chain]
+        num_device = (*is_on_device, False).index(False)
+        num_spine = (*is_on_device[num_device:], True).index(True) + num_device
+        nodes = tuple(chain[: windows.num_usable(chain[:num_spine])])
+        loads = tuple(
+            content
+            for group in range(len(windows.of_groups))
+            for node in nodes[windows.num_passed(group, len(nodes)) :]
+            if not (content := node.contents[group]).blocks
+        )
+        if not loads:
+            return Match(nodes, len(nodes))
+        return Match(nodes, windows.num_usable(nodes[:num_device], on_device=True), loads)
 
     def open(self, allocation: Allocation, match: Match, step: int) -> None:
-        """Fill the block table of a sequence that starts to run: first the cached blocks of `match`, then new blocks.
+        """Fill the block tables of a sequence that starts to run: first the cached blocks of `match`, then new blocks.
 
         The plan of `step` loads the cached blocks that are on the host only. Blocks that the sliding window has passed
         are not loaded, except for the last block of `match`.
         """
-        num_passed = self.room.num_passed_blocks(match)
-        for node in match.device:  # includes blocks that the window has passed, so that they count as recently used
-            self.pool.share(node.blocks[0])
-            allocation.block_table.append(node.blocks[0])
-        self._free_passed(allocation, min(num_passed, len(match.device)))
-        allocation.block_table.extend([0] * (num_passed - len(match.device)))
-        allocation.freed(num_passed)
-        self.append(allocation, self.room.num_opening_entries(allocation, num_passed) - len(allocation.block_table))
-        nodes = match.device + match.host
+        nodes = match.nodes
+        for group, table in enumerate(allocation.tables):
+            table.freed(self._windows.num_passed(group, len(nodes)))
+            self._share_match(allocation, group, nodes)
+        blocks = {content: self._allocate() for content in match.loads}  # only now: an allocation evicts idle blocks
+        for group, table in enumerate(allocation.tables):
+            for i in range(table.num_freed, len(nodes)):
+                table.blocks[i] = table.blocks[i] or blocks[nodes[i].contents[group]]
+            num_entries = self.room.num_opening_entries(allocation, table, table.num_freed)
+            table.blocks += [self._allocate() for _ in range(num_entries - len(nodes))]
+        for content, block in blocks.items():
+            self.moves.add(Move(step, block, content.host_block, False, content, allocation.free_list))
         allocation.matched(len(nodes))
         allocation.published(nodes[-1] if nodes else None, len(nodes))
-        for node, block in zip(match.host, allocation.block_table[len(match.device) :], strict=False):
-            if block:
-                self.moves.add(Move(step, block, node.host_block, False, node, allocation.free_list))
         allocation.compute(len(nodes) * self.block_size)
+
+    def _share_match(self, allocation: Allocation, group: int, nodes: tuple[Node, ...]) -> None:
+        """Begin a block table with the blocks of a prefix cache hit on the device. The other entries are 0.
+
+        Blocks of the spine that the window has passed are shared and freed at once, so that they count as recently
+        used.
+        """
+        table, is_spine = allocation.tables[group], group < self._windows.num_spine
+        for node in nodes:
+            blocks = node.contents[group].blocks
+            is_read = len(table.blocks) >= table.num_freed
+            if blocks and (is_read or is_spine):
+                self.pool.share(blocks[0])
+            table.blocks.append(blocks[0] if blocks and is_read else 0)
+        if is_spine:
+            for node in nodes[: table.num_freed]:
+                for block in node.contents[group].blocks[:1]:
+                    self.tiers.device.free(block, free_list=allocation.free_list)
 
     def fork(self, allocation: Allocation, relative: Allocation, num_tokens: int) -> list[tuple[int, int]]:
         """Let a new sample start with the first `num_tokens` positions of another sample of its request. The two
         samples share full blocks. A block that is only partly covered must be copied.
 
-        Return the block to copy as a list of one (source block, target block), or an empty list if no block must be
-        copied.
+        Return the blocks to copy as (source block, target block), one in each layer group, or an empty list if no block
+        must be copied.
         """
         num_full = num_tokens // self.block_size
-        self._share_table(allocation, relative, num_full)
-        self.append(allocation, self.room.num_fork_blocks(allocation, relative, num_tokens))
+        self._share_tables(allocation, relative, num_full)
+        num_blocks = self.room.num_fork_blocks(allocation, relative, num_tokens)
+        for table, num in zip(allocation.tables, num_blocks, strict=True):
+            table.blocks += [self._allocate() for _ in range(num)]
         allocation.matched(num_full)
         allocation.compute(num_tokens)
         if num_tokens % self.block_size == 0:
             return []
-        source = relative.block_table[num_full]
-        self.pool.share(source)  # until the plan is final: a move of the plan must not write to a copy's source
-        return [(source, allocation.block_table[num_full])]
+        sources = [table.blocks[num_full] for table in relative.tables]
+        for source in sources:  # until the plan is final: a move of the plan must not write to a copy's source
+            self.pool.share(source)
+        return list(zip(sources, [table.blocks[num_full] for table in allocation.tables], strict=True))
 
     def branch(self, allocation: Allocation, parent: Allocation) -> None:
         """Give a beam all KV cache blocks of the beam `parent`. Both beams have the same tokens, and share the
         blocks."""
-        self._share_table(allocation, parent, len(parent.block_table))
+        self._share_tables(allocation, parent, max(len(table.blocks) for table in parent.tables))
         allocation.matched(parent.num_matched_blocks)
         allocation.may_be_forked(parent.forkable_from)
         allocation.compute(parent.num_computed_tokens)
@@ -97,14 +134,15 @@ class CacheManager:
         for source, _ in copies:
             self.tiers.device.free(source)
 
-    def _share_table(self, allocation: Allocation, other: Allocation, num_blocks: int) -> None:
-        for block in other.block_table[:num_blocks]:
-            if block:
-                self.pool.share(block)
-            allocation.block_table.append(block)
-        allocation.freed(min(other.num_freed_blocks, num_blocks))
+    def _share_tables(self, allocation: Allocation, other: Allocation, num_blocks: int) -> None:
+        for table, others in zip(allocation.tables, other.tables, strict=True):
+            for block in others.blocks[:num_blocks]:
+                if block:
+                    self.pool.share(block)
+                table.blocks.append(block)
+            table.freed(min(others.num_freed, num_blocks))
         num_published = min(other.num_published_blocks, num_blocks)
-        if allocation.num_freed_blocks >= num_published:
+        if allocation.tables[0].num_freed >= num_published:
             return  # the last published block is not held, so nothing can be published on top of it
         node = other.last_node
         for _ in range(other.num_published_blocks - num_published):
@@ -114,17 +152,16 @@ class CacheManager:
 
     # Running
 
-    def append(self, allocation: Allocation, num_blocks: int) -> list[int]:
-        """Allocate `num_blocks` more device blocks to a sequence, and return the numbers of these blocks."""
-        blocks = [self._allocate() for _ in range(num_blocks)]
-        allocation.block_table += blocks
-        return blocks
-
-    def append_next(self, allocation: Allocation) -> int:
-        """Allocate one more device block to a sequence, and return the number of this block."""
-        block = self._allocate()
-        allocation.block_table.append(block)
-        return block
+    def append(self, allocation: Allocation, num_tokens: int) -> list[tuple[int, int]]:
+        """Allocate the device blocks that a sequence still needs to compute its next `num_tokens` positions. Return
+        them as (layer group, block)."""
+        num_blocks = self.room.num_blocks_for(allocation.num_computed_tokens + num_tokens)
+        appended = []
+        for group, table in enumerate(allocation.tables):
+            for _ in range(num_blocks - len(table.blocks)):
+                table.blocks.append(self._allocate())
+                appended.append((group, table.blocks[-1]))
+        return appended
 
     def shared_tail(self, allocation: Allocation) -> int:
         """Return the block to which the sequence will write its next position, if other sequences use this block too.
@@ -132,20 +169,23 @@ class CacheManager:
 
         The sequence must copy a shared block before it writes to the block.
         """
-        index = allocation.num_computed_tokens // self.block_size
-        block = allocation.block_table[index] if index < len(allocation.block_table) else 0
+        index, blocks = allocation.num_computed_tokens // self.block_size, allocation.tables[0].blocks
+        block = blocks[index] if index < len(blocks) else 0
         return block if self.pool.ref_count(block) > 1 else 0
 
-    def replace_tail(self, allocation: Allocation) -> tuple[int, int, int]:
-        """Replace a shared block by a new block before the sequence writes its next position (copy-on-write).
+    def replace_tail(self, allocation: Allocation) -> tuple[int, list[tuple[int, int]]]:
+        """Replace the shared blocks of all layer groups by new blocks before the sequence writes its next position
+        (copy-on-write). Beams share the blocks of all groups, or of none.
 
-        Return (index in the block table, source block, target block). The worker must copy the source to the target.
-        The source is not reused until `copied` is called.
+        Return (index in the block tables, pairs of source block and target block, one for each layer group). The worker
+        must copy the sources to the targets. The sources are not reused until `copied` is called.
         """
-        index = allocation.num_computed_tokens // self.block_size
-        source = allocation.block_table[index]
-        target = allocation.block_table[index] = self._allocate()
-        return index, source, target  # the table's reference to the source now belongs to the copy
+        index, pairs = allocation.num_computed_tokens // self.block_size, []
+        for table in allocation.tables:
+            source = table.blocks[index]
+            target = table.blocks[index] = self._allocate()
+            pairs.append((source, target))
+        return index, pairs  # the tables' references to the sources now belong to the copies
 
     def slide(self, allocation: Allocation, position: int) -> None:
         """Free the blocks of a sequence that the sliding window has passed, because `position` and later positions do
@@ -153,10 +193,11 @@ class CacheManager:
 
         The last block that is in the prefix index is kept, so that the next block can be added after it.
         """
-        num_passed = self.room.first_needed_block(position)
-        if self.enable_prefix_caching and allocation.publishes:
-            num_passed = min(num_passed, allocation.num_published_blocks - 1)
-        self._free_passed(allocation, num_passed)
+        for group, table in enumerate(allocation.tables):
+            num_passed = self.room.first_needed_block(table.window, position)
+            if self.enable_prefix_caching and allocation.publishes:
+                num_passed = min(num_passed, allocation.num_published_blocks - 1)
+            self._free_passed(allocation, group, num_passed)
 
     def free_unread(self, allocation: Allocation, position: int) -> None:
         """Free all blocks of a sequence that `position` and later positions do not read, because the sliding window has
@@ -165,15 +206,31 @@ class CacheManager:
         Unlike `slide`, this also frees the last block that is in the prefix index. No further blocks of the sequence
         can then be added to the index.
         """
-        self._free_passed(allocation, self.room.first_needed_block(position))
-        if allocation.num_freed_blocks and allocation.num_freed_blocks >= allocation.num_published_blocks:
+        for group, table in enumerate(allocation.tables):
+            self._free_passed(allocation, group, self.room.first_needed_block(table.window, position))
+        num_freed = allocation.tables[0].num_freed
+        if num_freed and num_freed >= allocation.num_published_blocks:
             allocation.published(None, 0)
 
-    def _free_passed(self, allocation: Allocation, num_passed: int) -> None:
-        for i in range(allocation.num_freed_blocks, num_passed):
-            self.tiers.device.free(allocation.block_table[i], free_list=allocation.free_list)
-            allocation.block_table[i] = 0
-        allocation.freed(num_passed)
+    def _free_passed(self, allocation: Allocation, group: int, num_passed: int) -> None:
+        """Free the first blocks of a block table, up to `num_passed`, because the sliding window has passed them.
+
+        Blocks outside the spine are evicted before all other cached blocks, because hardly a prompt ends where they are
+        read. The exceptions are the windows before the end of the prompt and before the end of the matched prefix.
+        """
+        table, is_spine = allocation.tables[group], group < self._windows.num_spine
+        if table.num_freed >= num_passed:
+            return
+        num_prompt_blocks = len(allocation.request.prompt_token_ids) // self.block_size
+        kept = [
+            range(self._windows.num_passed(group, end), end)
+            for end in (allocation.num_matched_blocks, num_prompt_blocks)
+        ]
+        for i in range(table.num_freed, num_passed):
+            is_spare = not is_spine and not any(i in blocks for blocks in kept)
+            self.tiers.device.free(table.blocks[i], spare=is_spare, free_list=allocation.free_list)
+            table.blocks[i] = 0
+        table.freed(num_passed)
 
     def publish(self, allocation: Allocation, num_positions: int) -> None:
         """Add the full blocks of a sequence's first `num_positions` positions to the prefix index, so that other
@@ -181,18 +238,21 @@ class CacheManager:
         num_full = num_positions // self.block_size
         if num_full <= allocation.num_published_blocks or not (self.enable_prefix_caching and allocation.publishes):
             return
-        node, first = allocation.last_node, allocation.num_published_blocks
-        for i, block in enumerate(allocation.block_table[first:num_full], start=first):
-            node = self.index.contents[block] or self.index.publish(
-                allocation.root, node, allocation.token_ids, i, block
-            )
+        node, contents = allocation.last_node, self.index.contents
+        for i in range(allocation.num_published_blocks, num_full):
+            first = contents[allocation.tables[0].blocks[i]]
+            node = first.node if first else self.index.extend(allocation.root, node, allocation.token_ids, i)
+            for content, table in zip(node.contents, allocation.tables, strict=True):
+                block = table.blocks[i]
+                if block and contents[block] is None:
+                    self.index.add_copy(content, block)
         allocation.published(node, num_full)
 
     def release(self, allocation: Allocation) -> None:
         """Release all KV cache blocks of a sequence, on the device and on the host. Until a block is reused, other
         sequences can still get it as a prefix cache hit."""
-        self.tiers.device.free_table(allocation.block_table, allocation.free_list)
-        self.tiers.host.free_table(allocation.host_table, allocation.free_list)
+        self.tiers.device.free_tables([table.blocks for table in allocation.tables], allocation.free_list)
+        self.tiers.host.free_tables([table.host_blocks for table in allocation.tables], allocation.free_list)
         allocation.released()
 
     def unpublish(self, allocation: Allocation) -> None:

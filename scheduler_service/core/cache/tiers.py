@@ -16,7 +16,7 @@ from scheduler_service.core.cache.block_pool import (
     equal_priority,
     no_owner,
 )
-from scheduler_service.core.cache.prefix_index import Node, PrefixIndex
+from scheduler_service.core.cache.prefix_index import Content, Node, PrefixIndex
 from scheduler_service.core.cache.room import Allocation
 
 # Demotion keeps 1/_DEMOTION_SHARE of the device blocks free without loss: they have no cached content, or the host has
@@ -40,7 +40,7 @@ class Move(NamedTuple):
     device_block: int
     host_block: int
     is_out: bool  # device to host
-    node: Node | None  # the content that gets a copy in the other tier; None: a swap
+    content: Content | None  # that gets a copy in the other tier; None: a swap
     free_list: int = 0  # the free list for the move's blocks if no sequence holds them afterwards
 
 
@@ -48,11 +48,11 @@ class TierAllocator:
     """The allocator of the KV cache blocks of one tier (the device or the host). When it reuses a block with cached
     content, it removes the content from the prefix index."""
 
-    def __init__(self, num_blocks: int, contents: list[Node | None], forget: Callable[[int], None]) -> None:
+    def __init__(self, num_blocks: int, contents: list[Content | None], forget: Callable[[int], None]) -> None:
         """Create an allocator with `num_blocks` free blocks.
 
-        `contents[block]` is the prefix index node of a block, or None if the block has no cached content. `forget` is
-        called to remove a block from the prefix index.
+        `contents[block]` is the content of a block in the prefix index, or None if the block has no cached content.
+        `forget` is called to remove a block from the prefix index.
         """
         self.pool = BlockPool(num_blocks)
         self._contents, self._forget = contents, forget
@@ -68,16 +68,19 @@ class TierAllocator:
         """Drop a reference to a block. For the parameters, see `BlockPool.free`."""
         self.pool.free(block, cached=self._contents[block] is not None, spare=spare, free_list=free_list)
 
-    def free_table(self, table: list[int], free_list: int) -> None:
-        """Release all blocks of a sequence's block table, and clear the table.
+    def free_tables(self, tables: list[list[int]], free_list: int) -> None:
+        """Release all blocks of a sequence's block tables, and clear the tables.
 
-        The last block is released first. So a block is evicted before the blocks that precede it in the prefix.
+        The last block of each table is released first. So a block is evicted before the blocks that precede it in the
+        prefix. The tables of layer groups with windows are released last: a prefix without its tail is still a prefix,
+        but without one of the windows it is of no use.
         """
         free, contents = self.pool.free, self._contents
-        for block in reversed(table):
-            if block:
-                free(block, cached=contents[block] is not None, free_list=free_list)
-        table.clear()
+        for table in tables:
+            for block in reversed(table):
+                if block:
+                    free(block, cached=contents[block] is not None, free_list=free_list)
+            table.clear()
 
 
 class MoveLedger:
@@ -106,7 +109,7 @@ class MoveLedger:
     def num_copying(self) -> tuple[int, int]:
         """Return two numbers, for the device and for the host: the blocks that are not free only because a pending
         transfer of cached content still uses them. Swaps of requests are not included."""
-        copies = [move for move in self._pending if move.node is not None]
+        copies = [move for move in self._pending if move.content is not None]
         num_device = sum(self._device.pool.ref_count(move.device_block) == 1 for move in copies)
         return num_device, sum(self._host.pool.ref_count(move.host_block) == 1 for move in copies)
 
@@ -119,8 +122,8 @@ class MoveLedger:
         worker has finished the transfer."""
         self._device.pool.share(move.device_block)
         self._host.pool.share(move.host_block)
-        if move.node is not None:
-            move.node.is_moving = True
+        if move.content is not None:
+            move.content.is_moving = True
         self._pending.append(move)
 
     def acknowledge(self, step: int) -> None:
@@ -128,23 +131,23 @@ class MoveLedger:
         blocks, and record the new copies in the prefix index."""
         while self._pending and self._pending[0].step <= step:
             move = self._pending.popleft()
-            if move.node is not None:
-                self._record_copy(move, move.node)
-            self._device.free(move.device_block, spare=move.node is not None, free_list=move.free_list)
+            if move.content is not None:
+                self._record_copy(move, move.content)
+            self._device.free(move.device_block, spare=move.content is not None, free_list=move.free_list)
             self._host.free(move.host_block, free_list=move.free_list)
             self.num_moved_out += move.is_out
             self.num_moved_in += not move.is_out
 
-    def _record_copy(self, move: Move, node: Node) -> None:
+    def _record_copy(self, move: Move, content: Content) -> None:
         """Add the target block of a finished transfer to the prefix index, as a second copy of the content.
 
         Does nothing if the content was removed from the index in the meantime, for example because it was bad.
         """
-        node.is_moving = False
-        if move.is_out and self._index.contents[move.device_block] is node and not node.host_block:
-            self._index.add_host_copy(node, move.host_block)
-        elif not move.is_out and self._index.host_contents[move.host_block] is node:
-            self._index.add_copy(node, move.device_block)
+        content.is_moving = False
+        if move.is_out and self._index.contents[move.device_block] is content and not content.host_block:
+            self._index.add_host_copy(content, move.host_block)
+        elif not move.is_out and self._index.host_contents[move.host_block] is content:
+            self._index.add_copy(content, move.device_block)
 
 
 class Tiers:
@@ -153,7 +156,8 @@ class Tiers:
 
     def __init__(self, capacity: WorkerCapacity) -> None:
         self._block_size = capacity.block_size
-        self.index = index = PrefixIndex(capacity.block_size, capacity.num_device_blocks, capacity.num_host_blocks)
+        sizes = (capacity.num_device_blocks, capacity.num_host_blocks)
+        self.index = index = PrefixIndex(capacity.block_size, *sizes, capacity.windows)
         self.device = TierAllocator(capacity.num_device_blocks, index.contents, index.forget)
         self.host = TierAllocator(capacity.num_host_blocks, index.host_contents, index.forget_host)
         self.pool, self.host_pool = self.device.pool, self.host.pool
@@ -231,11 +235,12 @@ class Tiers:
             host_blocks[block] = self.host.allocate()
             self.moves.add(Move(step, block, host_blocks[block], True, None))
         for allocation in allocations:
-            for block in allocation.computed_blocks(self._block_size):
-                allocation.host_table.append(host_blocks[block] if block else 0)
-                if block:
-                    self.host_pool.share(host_blocks[block])
-            self.device.free_table(allocation.block_table, allocation.free_list)
+            for table in allocation.tables:
+                for block in allocation.computed_blocks(table, self._block_size):
+                    table.host_blocks.append(host_blocks[block] if block else 0)
+                    if block:
+                        self.host_pool.share(host_blocks[block])
+            self.device.free_tables([table.blocks for table in allocation.tables], allocation.free_list)
             allocation.published(None, 0)
         for host_block in host_blocks.values():  # the host tables hold references now
             self.host.free(host_block, free_list=allocations[0].free_list)
@@ -246,20 +251,23 @@ class Tiers:
         blocks from the host."""
         blocks: dict[int, int] = {}
         for allocation in allocations:
-            for host_block in allocation.host_table:
-                if host_block and host_block not in blocks:
-                    blocks[host_block] = self.device.allocate()
-                    self.moves.add(Move(step, blocks[host_block], host_block, False, None))
-                elif host_block:
-                    self.pool.share(blocks[host_block])
-                allocation.block_table.append(blocks[host_block] if host_block else 0)
-            self.host.free_table(allocation.host_table, allocation.free_list)
+            for table in allocation.tables:
+                for host_block in table.host_blocks:
+                    if host_block and host_block not in blocks:
+                        blocks[host_block] = self.device.allocate()
+                        self.moves.add(Move(step, blocks[host_block], host_block, False, None))
+                    elif host_block:
+                        self.pool.share(blocks[host_block])
+                    table.blocks.append(blocks[host_block] if host_block else 0)
+            self.host.free_tables([table.host_blocks for table in allocation.tables], allocation.free_list)
 
     def num_lost_tokens(self, allocations: list[Allocation]) -> int:
         """Return how many tokens must be computed again if the KV cache blocks of these sequences are discarded. Blocks
         that the sliding window has passed are included."""
-        most_freed = max((allocation.num_freed_blocks for allocation in allocations), default=0)
-        return (len(self._computed_blocks(allocations)) + most_freed) * self._block_size
+        first = [(allocation, allocation.tables[0]) for allocation in allocations]
+        computed = {block for each in first for block in each[0].computed_blocks(each[1], self._block_size)} - {0}
+        most_freed = max((table.num_freed for _, table in first), default=0)
+        return (len(computed) + most_freed) * self._block_size
 
     def _computed_blocks(self, allocations: list[Allocation]) -> list[int]:
         """Return the device blocks that contain computed positions of these sequences. A block that several sequences
@@ -268,13 +276,14 @@ class Tiers:
             {
                 block: None
                 for allocation in allocations
-                for block in allocation.computed_blocks(self._block_size)
+                for table in allocation.tables
+                for block in allocation.computed_blocks(table, self._block_size)
                 if block
             }
         )
 
     def _host_copy(self, block: int) -> int:
-        return 0 if (node := self.index.contents[block]) is None else node.host_block
+        return 0 if (content := self.index.contents[block]) is None else content.host_block
 
     # Idle blocks
 
@@ -291,23 +300,23 @@ class Tiers:
         max_chosen = min(num_wanted, _MAX_DEMOTIONS + 2 * -(-num_tokens // self._block_size), self.host_pool.num_free)
         if max_chosen <= 0 or not pool.num_idle_cached:
             return
-        chosen: list[tuple[Node, int]] = []  # with the free list of the block
+        chosen: list[tuple[Content, int]] = []  # with the free list of the block
         spare: list[int] = []
         for free_list, block in islice(pool.idle_blocks(), max_chosen + _DEMOTION_WINDOW):
-            node = self.index.contents[block]
-            if node is None or node.is_moving:
+            content = self.index.contents[block]
+            if content is None or content.is_moving:
                 continue
-            if node.host_block or node.blocks[0] != block:
+            if content.host_block or content.blocks[0] != block:
                 spare.append(block)
             else:
-                chosen.append((node, free_list))
+                chosen.append((content, free_list))
             if len(chosen) + len(spare) >= max_chosen:
                 break
         for block in spare:
             pool.spare(block)
-        for node, free_list in chosen:
+        for content, free_list in chosen:
             host_block = self.host.allocate()
-            self.moves.add(Move(step, node.blocks[0], host_block, True, node, free_list))
+            self.moves.add(Move(step, content.blocks[0], host_block, True, content, free_list))
             self.host.free(host_block)  # the move holds a reference
 
     def promote(self, step: int) -> None:
@@ -322,13 +331,13 @@ class Tiers:
         for free_list in self.host_pool.order.best(_PROMOTION_WINDOW):
             if not self._is_expected(free_list) or not self._has_room(free_list):
                 continue
-            for node in self._missing_nodes(self.host_pool.next_of(free_list)):
+            for content in self._missing_contents(self.host_pool.next_of(free_list)):
                 if len(self.moves) == _MAX_PROMOTIONS:
                     return
                 if not self._has_room(free_list):
                     break
-                host_block, block = node.host_block, self.device.allocate()
-                self.moves.add(Move(step, block, host_block, False, node, free_list))
+                host_block, block = content.host_block, self.device.allocate()
+                self.moves.add(Move(step, block, host_block, False, content, free_list))
                 self.device.free(block)  # the move holds a reference
 
     def _has_room(self, free_list: int) -> bool:
@@ -342,17 +351,23 @@ class Tiers:
             self.index.contents[target] is None or self.pool.order.may_evict(self.pool.free_list_of(target), free_list)
         )
 
-    def _missing_nodes(self, host_block: int) -> list[Node]:
-        """Return the index nodes to load so that a host block can be used on the device: its own node, and those of its
-        preceding blocks that are not on the device either. The order is that of the prompt.
+    def _missing_contents(self, host_block: int) -> list[Content]:
+        """Return the contents to load so that a host block can be used on the device: its own, and those of its
+        preceding blocks in the same layer group that are not on the device either. In a layer group outside the spine,
+        these are the blocks of one window. The order is that of the prompt.
 
         Return an empty list if one of these blocks is not on the host either, or is being transferred.
         """
-        nodes = []
-        node = self.index.host_contents[host_block]
-        while node is not None and node.parent is not None and not node.blocks:
-            if node.is_moving or not node.host_block:
+        last, windows = self.index.host_contents[host_block], self.index.windows
+        if last is None:
+            return []
+        is_spine = last.group < windows.num_spine
+        num_passed = 0 if is_spine else windows.num_passed(last.group, last.node.depth)
+        contents, node = [], last.node
+        while node.parent is not None and node.depth > num_passed and not node.contents[last.group].blocks:
+            content = node.contents[last.group]
+            if content.is_moving or not content.host_block:
                 return []
-            nodes.append(node)
+            contents.append(content)
             node = node.parent
-        return nodes[::-1]
+        return contents[::-1]

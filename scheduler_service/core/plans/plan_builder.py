@@ -111,12 +111,16 @@ class WorkerRows:
     that are planned individually."""
 
     def __init__(self, capacity: WorkerCapacity, num_slots: int, steps: StepCount) -> None:
-        self._gates_grammars = capacity.gates_grammars
+        self._gates_grammars, self._num_worker_slots = capacity.gates_grammars, capacity.max_num_seqs
         self.slots = RowSlots(num_slots)
         self.decoding = DecodeBatch(steps, capacity.block_size)
         self.active: dict[Row, None] = {}  # rows that have tokens to compute and do not decode
         self.num_open = 0
         self.drops = DropCount()
+
+    def table(self, slot: int, group: int) -> int:
+        """Return the number of the block table of a layer group for the row in a slot of the worker."""
+        return group * self._num_worker_slots + slot
 
     def take_slot(self, sequence: Sequence) -> Row:
         """Assign a slot of the worker to a sequence, and return the sequence's new row (the worker's state of one
@@ -209,8 +213,8 @@ class PlanBuilder:
     added_grammars: list[AddedGrammar] = field(default_factory=list)
     openings: list[RowOpening] = field(default_factory=list)
     forks: list[tuple[int, int]] = field(default_factory=list)  # source slot, target slot
-    appended_blocks: list[tuple[int, int]] = field(default_factory=list)  # slot, block
-    set_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # slot, index, block
+    appended_blocks: list[tuple[int, int]] = field(default_factory=list)  # table, block
+    set_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # table, index, block
     appended_tokens: list[tuple[int, int]] = field(default_factory=list)  # slot, token id
     rows: list[PlannedRow] = field(default_factory=list)
     began_block: list[Row] = field(default_factory=list)  # decoding rows that got a block
@@ -257,7 +261,7 @@ class PlanBuilder:
         if self._has_ample_blocks(len(due)):
             for row in due:
                 self._slide(row)
-                self.appended_blocks.append((row.slot, self.cache.append_next(row.allocation)))
+                self._append(row, 1)
                 self.worker_rows.decoding.got_block(row, self.step)
             self.began_block.extend(due)
             due.clear()
@@ -274,8 +278,14 @@ class PlanBuilder:
             self.cache.room.num_missing_blocks(row.allocation, min(row.num_uncomputed_tokens, self.max_tokens))
             for row in self.worker_rows.active
         )
-        num_blocks = num_due + sum(max(0, num) + 1 for num in num_missing)  # 1: copy-on-write by a beam
+        num_groups = len(self.cache.index.windows.of_groups)
+        num_blocks = num_due * num_groups + sum(num + num_groups for num in num_missing)  # copy-on-write by beams
         return num_blocks <= self.cache.pool.num_free
+
+    def _append(self, row: Row, num_tokens: int) -> None:
+        """Allocate the blocks that a row still needs to compute its next `num_tokens` positions."""
+        for group, block in self.cache.append(row.allocation, num_tokens):
+            self.appended_blocks.append((self.worker_rows.table(row.slot, group), block))
 
     def share_prompts(self, num_next_tokens: int, precedes: Callable[[SequenceGroup], bool]) -> None:
         """Divide the step's token budget among the running sequences that do not decode in every plan, so that short
@@ -322,14 +332,12 @@ class PlanBuilder:
         for it. `work` has the number of tokens for each sequence. With 0 tokens, a sequence is not computed in this
         step."""
         for row in _tails_to_copy(self.cache, work):
-            index, source, target = self.cache.replace_tail(row.allocation)
-            self.copies.append((source, target))
-            self.set_blocks.append((row.slot, index, target))
+            index, pairs = self.cache.replace_tail(row.allocation)
+            self.copies.extend(pairs)
+            for group, (_, target) in enumerate(pairs):
+                self.set_blocks.append((self.worker_rows.table(row.slot, group), index, target))
         for row, num_tokens in work:
-            for block in self.cache.append(
-                row.allocation, self.cache.room.num_missing_blocks(row.allocation, num_tokens)
-            ):
-                self.appended_blocks.append((row.slot, block))
+            self._append(row, num_tokens)
         for row, num_tokens in work:
             if row.is_decoding:
                 self.worker_rows.decoding.got_block(row, self.step)
@@ -369,7 +377,7 @@ class PlanBuilder:
     def _slide(self, row: Row) -> None:
         """Free the KV cache blocks of a running sequence that the sliding window has passed. Does nothing if the model
         has no sliding window."""
-        if self.cache.window:
+        if self.cache.has_windows:
             self.cache.slide(row.allocation, row.next_position)
 
     def freeze(self, epoch: int, **others: Collection[Any]) -> StepPlan:
@@ -392,7 +400,7 @@ def num_missing_blocks(cache: CacheManager, work: Work) -> int:
     """Return how many more KV cache blocks must be allocated before the sequences in `work` can compute their
     tokens."""
     num_missing = sum(cache.room.num_missing_blocks(row.allocation, num_tokens) for row, num_tokens in work)
-    return num_missing + len(_tails_to_copy(cache, work))
+    return num_missing + len(_tails_to_copy(cache, work)) * len(cache.index.windows.of_groups)
 
 
 def _tails_to_copy(cache: CacheManager, work: Work) -> list[Row]:
