@@ -29,6 +29,7 @@ def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
         _check_group(group, worker)
     in_flight = _check_dispatches(worker, pipeline_depth, num_step_tokens)
     _check_rows(worker, groups, in_flight)
+    _check_windows(worker, pipeline_depth, num_step_tokens)
     _check_blocks(worker, groups)
     _check_content(worker.cache)
     _check_cursors(state, worker.cache)
@@ -149,6 +150,18 @@ def _check_rows(worker: WorkerState, groups: LiveGroups, in_flight: dict[Row, in
     assert num_rows == worker.rows.num_open
     slots.sort()
     assert slots == list(range(worker.rows.slots.num_slots)), "a slot is lost, or has two owners"
+
+
+def _check_windows(worker: WorkerState, pipeline_depth: int, num_step_tokens: int) -> None:
+    """Assert that a running sequence holds no more blocks of a layer group with a sliding window than the window, one
+    step, the tokens in flight and the last published block need."""
+    room = worker.cache.room
+    num_late = pipeline_depth // room.block_size + 3
+    for row in [row for rows in (worker.rows.active, worker.rows.decoding.columns().rows) for row in rows]:
+        for table in row.allocation.tables:
+            if table.window:
+                most = room.num_chunk_blocks(table.window, max(table.window, num_step_tokens)) + num_late
+                assert len(table.blocks) - table.num_freed <= most, f"S2: blocks behind the window are kept: {row}"
 
 
 def _check_dispatches(worker: WorkerState, pipeline_depth: int, num_step_tokens: int) -> dict[Row, int]:

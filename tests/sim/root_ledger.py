@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pagewire.common.wire.messages import StepPlan
+from pagewire.common.wire.messages import StepPlan, WorkerCapacity
 from tests.sim.client import Client
 from tests.sim.move_ledger import blocks_of
 
 
 class RootLedger:
-    def __init__(self, block_size: int, windows: tuple[int, ...], max_num_seqs: int) -> None:
-        self._block_size = block_size
-        self._windows = windows
-        self._max_num_seqs = max_num_seqs
+    def __init__(self, capacity: WorkerCapacity) -> None:
+        self._block_size = capacity.block_size
+        self._windows = capacity.windows
+        self._max_num_seqs = capacity.max_num_seqs
         self._device: dict[int, Any] = {}  # by block: the root of its last written content
         self._host: dict[int, Any] = {}
         self._rows: dict[int, Any] = {}  # by slot: the root of the row

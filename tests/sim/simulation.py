@@ -97,9 +97,7 @@ class Simulation(Timeline):
         self.missing_since: float | None = 0.0  # since when there has been no worker
         self.old_connections: deque[Connection] = deque(maxlen=3)
         self.ledger = MoveLedger(scenario.capacity.block_size, scenario.capacity.windows)
-        self.root_ledger = RootLedger(
-            scenario.capacity.block_size, scenario.capacity.windows, scenario.capacity.max_num_seqs
-        )
+        self.root_ledger = RootLedger(scenario.capacity)
         self.cache_view = CacheView()
         self.process = WorkerProcess(self, scenario.capacity)
         self.is_calm = False  # faults have stopped
@@ -419,7 +417,7 @@ class Simulation(Timeline):
         self.dialled, self.connection = None, connection
         capacity = self.process.capacity
         self.ledger = MoveLedger(capacity.block_size, capacity.windows)
-        self.root_ledger = RootLedger(capacity.block_size, capacity.windows, capacity.max_num_seqs)
+        self.root_ledger = RootLedger(capacity)
         self.loop.exchange.worker_ready(capacity, connection.epoch, Link(self, connection))
 
     def receive_refusal(self, connection: Connection, epoch: int) -> None:
