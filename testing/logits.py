@@ -17,9 +17,9 @@ from pagewire.network.source import load_config
 from testing.checkpoints.gguf_files import dequantized
 from testing.models import load_model
 from worker_service.attention import AttentionBatch, create_backend
-from worker_service.cache import CacheEngine, CacheShape
+from worker_service.cache import CacheEngine
 from worker_service.host import create_host_operations, host_model
-from worker_service.startup.loader import attention_shape
+from worker_service.startup.loader import attention_shape, cache_shape
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
@@ -37,16 +37,9 @@ class OurModel:
         self._backend = create_backend("auto", CPU, attention_shape(network, BLOCK_SIZE, dtype, cache_dtype), kernels)
         self._host = host_model(model, self._backend)
         num_blocks = -(-network.max_position_embeddings // BLOCK_SIZE)
-        shape = CacheShape(
-            num_layers=len(network.layers),
-            block_size=BLOCK_SIZE,
-            num_kv_heads=network.heads.num_kv_heads,
-            head_dim=network.heads.head_dim,
-            dtype=cache_dtype,
-            is_head_major=self._backend.is_head_major,
-        )
+        shape = cache_shape(network, (), BLOCK_SIZE, cache_dtype, is_head_major=self._backend.is_head_major)
         self._cache = CacheEngine(shape, num_blocks, CPU)
-        self._table = torch.arange(1, num_blocks + 1).unsqueeze(0)
+        self._table = torch.arange(1, num_blocks + 1)[None, None]
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Return logits as float32 [num_tokens, vocab_size] of all sequences. Each sequence is computed in one step."""
@@ -68,7 +61,7 @@ class OurModel:
         positions = torch.arange(first, first + len(token_ids))
         # Block 0 belongs to no sequence.
         slots = BLOCK_SIZE + positions
-        batch = AttentionBatch([0, len(token_ids)], [first + len(token_ids)], self._table, slots)
+        batch = AttentionBatch([0, len(token_ids)], [first + len(token_ids)], self._table, slots[None])
         attend = self._backend.prepare(batch, self._cache.layers)
         rows = torch.arange(len(token_ids))
         return self._host.forward_logits(torch.tensor(token_ids), positions, attend, rows).logits.float()

@@ -51,7 +51,7 @@ def layers_of(
     random.Random(0).shuffle(ids)
     tables = torch.tensor(ids, dtype=torch.int32).view(NUM_SEQUENCES, -1)
     starts = list(range(NUM_SEQUENCES + 1))
-    rows = PagedRows.of(starts, [CONTEXT] * NUM_SEQUENCES, tables, torch.full((NUM_SEQUENCES,), -1))
+    rows = PagedRows.of(starts, [CONTEXT] * NUM_SEQUENCES, tables[None], torch.full((1, NUM_SEQUENCES), -1))
     query = torch.randn(NUM_SEQUENCES, config["num_attention_heads"], head_dim).to(dtype)
     fresh = torch.randn(NUM_SEQUENCES, num_kv_heads, head_dim).to(dtype)
 

@@ -47,7 +47,7 @@ def measure_attention(lengths: list[int], num_queries: list[int], num_decodes: i
     num_tokens = int(starts[-1])
     rows = DeviceRows(starts.int(), torch.tensor(lengths, dtype=torch.int32), num_decodes)
     tables = torch.zeros((len(lengths), NUM_BLOCKS), dtype=torch.int32)
-    batch = AttentionBatch(starts.tolist(), lengths, tables, torch.zeros(num_tokens, dtype=torch.int64), rows)
+    batch = AttentionBatch(starts.tolist(), lengths, tables[None], torch.zeros(1, num_tokens, dtype=torch.int64), rows)
     query = torch.zeros(num_tokens, NUM_HEADS, HEAD_DIM, dtype=DTYPE)
     prepared, layers = [], []
     for _ in range(num_steps):

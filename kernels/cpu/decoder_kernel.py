@@ -87,6 +87,7 @@ class DecoderKernel:
         if rejection := ffi.string(self._decoder.at.misfit):
             raise ValueError(rejection.decode())
         self._cache: tuple[Sequence[LayerCache], Sequence[Scoring]] = [], []  # the cache and scorings of the last step
+        self._last_group = 0  # the highest layer group of a layer
         self._step = Structure("attention_step")  # describes the cache above
         self._tokens = Structure("decoder_step")
 
@@ -128,6 +129,7 @@ class DecoderKernel:
         rows: PagedRows,
         scorings: Sequence[Scoring],
         kv_cache: Sequence[LayerCache],
+        layer_groups: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run one step through all layers of the model, and write the keys and values of the new tokens to the KV
         cache.
@@ -139,6 +141,7 @@ class DecoderKernel:
             rows: the rows of the step, T tokens in total.
             scorings: one per layer. Only window and pattern may differ between layers. Sinks come from the operations.
             kv_cache: one per layer; all have the same dtype, shape and strides.
+            layer_groups: the layer group of each layer, whose block tables in `rows` it uses; empty: all use the first.
 
         Returns:
             The final hidden states [T, hidden_size], the logits [R, out_size of the head], and the index of the highest
@@ -154,10 +157,13 @@ class DecoderKernel:
             raise ValueError(
                 f"logit_rows has {num_logits} entries for {num_tokens} tokens; it must not have more than that"
             )
-        if not token_ids.shape == positions.shape == rows.slot_mapping.shape:
-            found = f"{len(rows.slot_mapping)} in rows, and {len(positions)} positions"
+        num_groups, num_slots = rows.slot_mapping.shape
+        if not num_tokens == len(positions) == num_slots:
+            found = f"{num_slots} in rows, and {len(positions)} positions"
             raise ValueError(f"there are {num_tokens} token_ids and {found}; their numbers must be equal")
-        self._use_cache(kv_cache, scorings)
+        self._use_cache(kv_cache, scorings, layer_groups)
+        if num_groups <= self._last_group:
+            raise ValueError(f"rows have {num_groups} layer groups; a layer needs the tables of {self._last_group}")
         put_rows(self._step, rows, num_tokens)
         hidden = torch.empty(num_tokens, self._head.in_size)
         logits = torch.empty(num_logits, self._head.out_size)
@@ -197,7 +203,9 @@ class DecoderKernel:
         """
         return dict(zip(PARTS, self._tokens.at.times, strict=False))
 
-    def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[Scoring]) -> None:
+    def _use_cache(
+        self, kv_cache: Sequence[LayerCache], scorings: Sequence[Scoring], layer_groups: Sequence[int]
+    ) -> None:
         """Write the addresses and strides of a KV cache to the attention operations, so that the next step uses this
         cache. The cache is a pair of tensors per layer. Raises ValueError if the layers differ in dtype, shape or
         strides, or do not fit the model."""
@@ -221,10 +229,12 @@ class DecoderKernel:
                 at.key_cache, at.value_cache = map(address_of, kv_cache[operation.layer])
                 at.window = scorings[operation.layer].window
                 at.pattern = scorings[operation.layer].pattern or ()
+                at.layer_group = layer_groups[operation.layer] if layer_groups else 0
         self._decoder.put(cache_element=element_of(first_key.dtype))
         # The query stride is set for each operation, and the rows are set at each step.
         self._step = cache_step(scorings[0], self._decoder.at.num_heads, 0, first_key, first_value)
         self._cache = kv_cache, scorings
+        self._last_group = max(layer_groups, default=0)
 
 
 def _put_tensor(place: Any, name: str, tensor: Tensor) -> None:

@@ -67,6 +67,7 @@ class CpuKernels:
         value: Tensor,
         key_cache: Tensor,
         value_cache: Tensor,
+        group: int = 0,
     ) -> Tensor:
         """Write a step's keys and values to the KV cache of one layer, in place, then compute causal attention for the
         step's rows (one running sequence each).
@@ -82,6 +83,7 @@ class CpuKernels:
                 may be strided.
             key, value: [T, num_kv_heads, head_dim]; tokens may be strided. They are rounded to the cache's dtype.
             key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size]; all strides but the last are free.
+            group: the layer group whose block tables and slots are used.
 
         Returns:
             The attention output, [T, num_heads, head_dim].
@@ -90,7 +92,7 @@ class CpuKernels:
             ValueError: shapes, strides or dtypes do not fit.
             MemoryError: there is not enough memory for the task list.
         """
-        step = paged_step(rows, scoring, query, key, value, key_cache, value_cache)
+        step = paged_step(rows, scoring, query, key, value, key_cache, value_cache, group)
         output = torch.empty(query.shape, dtype=query.dtype)
         self._call("attend", query.dtype, key_cache.dtype, step.at, query, key, value, key_cache, value_cache, output)
         return output

@@ -24,24 +24,26 @@ class PagedRows:
     """The rows of one step over a paged KV cache, as the attention kernels read them. A row is one running sequence.
     The new tokens of row i are the last of its seq_lens[i] positions.
 
-    Build an object with `of` once per step; all layers share it.
+    Build an object with `of` once per step; all layers share it. Each layer uses the block tables of its layer group.
     """
 
     query_start_loc: Tensor  # [S + 1] int32
     seq_lens: Tensor  # [S] int32
-    block_tables: Tensor  # [S, max_blocks] int32
-    slot_mapping: Tensor  # [T] int64: block_id * block_size + offset of each token; -1: not stored
+    block_tables: Tensor  # [G, S, max_blocks] int32, of each layer group
+    slot_mapping: Tensor  # [G, T] int64: block_id * block_size + offset of each token; -1: not stored
 
     @staticmethod
     def of(
         query_start_loc: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor, slot_mapping: Tensor
     ) -> "PagedRows":
         """Build the rows of a step from lists and tensors. `query_start_loc` must have one entry per row and one more,
-        and `block_tables` one block table per row; otherwise ValueError is raised."""
-        if len(query_start_loc) != len(seq_lens) + 1 or len(block_tables) != len(seq_lens):
+        and `block_tables` one block table per layer group and row; otherwise ValueError is raised."""
+        num_groups, num_rows, _ = block_tables.shape
+        if len(query_start_loc) != len(seq_lens) + 1 or num_rows != len(seq_lens) or num_groups != len(slot_mapping):
             raise ValueError(
-                f"{len(seq_lens)} rows need one block table each and one more start, "
-                f"but there are {len(block_tables)} tables and {len(query_start_loc)} starts"
+                f"{len(seq_lens)} rows need one block table each and one more start, and each layer group a slot "
+                f"mapping, but there are {num_rows} tables, {len(query_start_loc)} starts, {num_groups} layer groups "
+                f"and {len(slot_mapping)} slot mappings"
             )
         return PagedRows(
             torch.tensor(query_start_loc, dtype=torch.int32),
@@ -51,15 +53,15 @@ class PagedRows:
         )
 
 
-def put_rows(step: Structure, rows: PagedRows, num_tokens: int) -> None:
+def put_rows(step: Structure, rows: PagedRows, num_tokens: int, group: int = 0) -> None:
     """Fill in the members of the C structure `step` that describe the running sequences of a step: the addresses and
-    sizes of the tensors in `rows`. The structure does not keep the tensors alive."""
-    step.at.num_rows, step.at.max_blocks = rows.block_tables.shape
+    sizes of the tensors in `rows`, from a layer group on. The structure does not keep the tensors alive."""
+    step.at.num_rows, step.at.max_blocks = rows.block_tables.shape[1:]
     step.put(
         query_start_loc=rows.query_start_loc,
         seq_lens=rows.seq_lens,
-        slot_mapping=rows.slot_mapping,
-        block_tables=rows.block_tables,
+        slot_mapping=rows.slot_mapping[group],
+        block_tables=rows.block_tables[group],
         num_tokens=num_tokens,
         num_threads=torch.get_num_threads(),
     )
@@ -73,6 +75,7 @@ def paged_step(
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
+    group: int,
 ) -> Structure:
     """Check all arguments of an attention computation, and return them as a C structure to pass to the attention
     kernel. The structure contains the addresses of the tensors and does not keep the tensors alive.
@@ -84,8 +87,8 @@ def paged_step(
     dtype = query.dtype if is_any else key_cache.dtype
     check("query", query, dtype, (num_tokens, num_heads, head_dim_of(key_cache)), is_strided=True)
     step = cache_step(scoring, num_heads, query.stride(0), key_cache, value_cache)
-    put_rows(step, rows, num_tokens)
-    shape = (len(rows.slot_mapping), key_cache.shape[2], head_dim)
+    put_rows(step, rows, num_tokens, group)
+    shape = (rows.slot_mapping.shape[1], key_cache.shape[2], head_dim)
     check("key", key, query.dtype, shape, is_strided=True)
     check("value", value, query.dtype, shape, is_strided=True)
     step.put(fresh_key_token_stride=key.stride(0), fresh_value_token_stride=value.stride(0))
@@ -162,17 +165,19 @@ class TableFlattener:
 
         Args:
             token_ids: [num_slots, any length], the tokens of each row; read at each call of `flatten`.
-            block_tables: [num_slots, max_num_blocks], the KV cache blocks of each row; read at each call of `flatten`.
+            block_tables: [G * num_slots, max_num_blocks], the KV cache blocks of each row, by layer group; read at each
+                call of `flatten`.
 
         Raises:
-            ValueError: an array is not contiguous, not int32, or the arrays differ in length.
+            ValueError: an array is not contiguous, not int32, or their lengths do not fit.
         """
         num_slots = len(token_ids)
         for name, array in (("token_ids", token_ids), ("block_tables", block_tables)):
-            if array.dtype != np.int32 or array.ndim != 2 or len(array) != num_slots or not array.flags.c_contiguous:
+            if array.dtype != np.int32 or array.ndim != 2 or len(array) % num_slots or not array.flags.c_contiguous:
                 raise ValueError(
                     f"{name} is {array.dtype} {array.shape}; it must be int32 [{num_slots}, any], contiguous"
                 )
+        self._num_groups = len(block_tables) // num_slots
         self._tables = token_ids, block_tables  # keeps alive the memory that the batch points to
         self._flatten = library.flatten_rows
         self._inputs = {name: torch.zeros(num_slots, dtype=dtype) for name, dtype in _INPUTS.items()}
@@ -184,6 +189,8 @@ class TableFlattener:
             token_stride=token_ids.shape[1],
             block_tables=torch.from_numpy(block_tables),
             block_stride=block_tables.shape[1],
+            num_slots=num_slots,
+            num_groups=self._num_groups,
             block_size=block_size,
             sampling_indices=self._rows,
             **self._inputs,
@@ -220,21 +227,22 @@ class TableFlattener:
         return flat
 
     def _make_room(self, num_tokens: int, num_rows: int, num_blocks: int) -> FlatRows:
-        token_ids, positions, slot_mapping = (torch.empty(num_tokens, dtype=torch.int64) for _ in range(3))
+        token_ids, positions = (torch.empty(num_tokens, dtype=torch.int64) for _ in range(2))
         paged = PagedRows(
             torch.empty(num_rows + 1, dtype=torch.int32),
             torch.empty(num_rows, dtype=torch.int32),
-            torch.empty(num_rows, num_blocks, dtype=torch.int32),
-            slot_mapping,
+            torch.empty(self._num_groups, num_rows, num_blocks, dtype=torch.int32),
+            torch.empty(self._num_groups, num_tokens, dtype=torch.int64),
         )
         self._batch.put(
             flat_token_ids=token_ids,
             positions=positions,
-            slot_mapping=slot_mapping,
+            slot_mapping=paged.slot_mapping,
             query_start_loc=paged.query_start_loc,
             seq_lens=paged.seq_lens,
             flat_tables=paged.block_tables,
             num_rows=num_rows,
+            num_tokens=num_tokens,
             max_blocks=num_blocks,
         )
         self._sizes = num_tokens, num_rows, num_blocks

@@ -46,14 +46,6 @@ class Network:
         return any(type(operation) is AttendPaged and operation.sinks is not None for operation in self.operations)
 
     @property
-    def sliding_window(self) -> int:
-        """The largest sliding window of any layer, in tokens. This is the number of positions that a query attends to,
-        including its own position. The value is 0 if at least one layer attends to all preceding positions, or if the
-        model is bidirectional."""
-        windows = [heads.window for heads in self.layers]
-        return max(windows) if all(windows) and not self.is_bidirectional else 0
-
-    @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
         """The settings of rotary position embedding for each layer. The entry is None for a layer without rotary
         position embedding."""

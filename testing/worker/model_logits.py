@@ -54,7 +54,7 @@ def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.fl
         positions = torch.arange(end, end + num_tokens)
         end += num_tokens
         slots = block_table[0, positions // block_size] * block_size + positions % block_size
-        batch = AttentionBatch([0, num_tokens], [end], block_table, slots)
+        batch = AttentionBatch([0, num_tokens], [end], block_table[None], slots[None])
         attend = create_attention(network, block_size=block_size, dtype=dtype).prepare(batch, kv_cache)
         outputs = host.forward_logits(token_ids[positions], positions, attend, torch.arange(num_tokens))
         logits.append(outputs.logits)

@@ -58,7 +58,7 @@ class Engine:
         starts = [0]
         for _, num in work:
             starts.append(starts[-1] + num)
-        batch = AttentionBatch(starts, [int(at[-1]) + 1 for at in positions], tables, torch.cat(slots))
+        batch = AttentionBatch(starts, [int(at[-1]) + 1 for at in positions], tables[None], torch.cat(slots)[None])
         tokens = torch.cat([row.tokens[at] for (row, _), at in zip(work, positions, strict=True)])
         attend = self._backend.prepare(batch, self._cache)
         outputs = self._host.forward_logits(tokens, torch.cat(positions), attend, torch.arange(starts[-1]))

@@ -1,6 +1,7 @@
 """Moves on a separate CUDA stream: `pytest -m gpu tests/gpu`. Skipped without a CUDA device."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,12 +17,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
 ]
 
-SHAPE = CacheShape(num_layers=8, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+SHAPE = CacheShape(heads=((8, 128),) * 8, block_size=16, dtype=torch.bfloat16)
 
 
 def create_cache(dtype: torch.dtype = torch.bfloat16) -> tuple[CacheEngine, CudaDevice]:
     device = CudaDevice(torch.device("cuda"))
-    shape = CacheShape(SHAPE.num_layers, SHAPE.block_size, SHAPE.num_kv_heads, SHAPE.head_dim, dtype)
+    shape = replace(SHAPE, dtype=dtype)
     cache = CacheEngine(shape, 64, device.torch_device, num_host_blocks=64, streams=device)
     device.synchronize()
     return cache, device

@@ -21,7 +21,7 @@ def paged_attention(
     num_threads: int | None = None,
 ) -> Tensor:
     """Return the attention output over the cache's content. `num_threads`: overrides torch's number of threads."""
-    rows = PagedRows.of(query_start_loc, seq_lens, block_tables, torch.full((len(query),), -1))
+    rows = PagedRows.of(query_start_loc, seq_lens, block_tables[None], torch.full((1, len(query)), -1))
     unread = query.new_full((len(query), key_cache.shape[2], query.shape[2]), float("nan"))
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)
@@ -35,5 +35,5 @@ def store_kv(
     kernels: CpuKernels, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:
     """Write keys and values to their slots, without any row that attends."""
-    rows = PagedRows.of([0], [], torch.empty(0, 0), slots)
+    rows = PagedRows.of([0], [], torch.empty(1, 0, 0), slots[None])
     kernels.attend(rows, Scoring(1.0), key, key, value, key_cache, value_cache)

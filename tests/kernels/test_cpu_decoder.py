@@ -67,7 +67,7 @@ def decoder(cpu_kernels, *, embedding=None, norm=None, head=None, is_tied=False,
 def forward(kernel, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3, logit_rows=(0, 1, 2), head_dim=HEAD_DIM):
     caches = [(torch.zeros(3, 16, NUM_KV_HEADS, head_dim, dtype=dtype),) * 2 for dtype in dtypes]
     slots = torch.arange(16, 16 + num_slots)
-    rows = PagedRows.of([0, num_tokens], [num_tokens], torch.tensor([[1]]), slots)
+    rows = PagedRows.of([0, num_tokens], [num_tokens], torch.tensor([[[1]]]), slots[None])
     token_ids, positions = torch.randint(0, VOCAB, (num_tokens,)), torch.arange(num_tokens)
     return kernel.forward(
         token_ids, positions, torch.tensor(logit_rows, dtype=torch.int64), rows, [Scoring(1.0)] * 2, caches
@@ -151,7 +151,7 @@ def test_projections_are_clipped(cpu_kernels):
     table = torch.tensor([[-3.0, 0.5, torch.nan, 2.0], [torch.inf, -torch.inf, 1.0, -1.0]])
     head = cpu_kernels.pack_linear(StoredWeight(torch.eye(4)))
     kernel = DecoderKernel(cpu_kernels, [Embed("x", table), Clip("x", "clipped", 1.0), LmHead("clipped", head)])
-    rows = PagedRows.of([0, 2], [2], torch.tensor([[1]]), torch.arange(2))
+    rows = PagedRows.of([0, 2], [2], torch.tensor([[[1]]]), torch.arange(2)[None])
     caches = [(torch.zeros(2, 16, 1, 4),) * 2]
     step = torch.arange(2), torch.arange(2), torch.empty(0, dtype=torch.int64), rows, [Scoring(1.0)], caches
     expected = torch.tensor([[-1.0, 0.5, torch.nan, 1.0], [1.0, -1.0, 1.0, -1.0]])
@@ -172,7 +172,7 @@ def test_gates_are_clamped(cpu_kernels, num_parts):
         Activate("x", "activated", "clamped_swiglu", is_gated=True, num_parts=num_parts, alpha=alpha, limit=limit),
         LmHead("activated", cpu_kernels.pack_linear(StoredWeight(torch.eye(num_parts * size)))),
     ]
-    rows = PagedRows.of([0, 2], [2], torch.tensor([[1]]), torch.arange(2))
+    rows = PagedRows.of([0, 2], [2], torch.tensor([[[1]]]), torch.arange(2)[None])
     caches = [(torch.zeros(2, 16, 1, 4),) * 2]
     step = torch.arange(2), torch.arange(2), torch.empty(0, dtype=torch.int64), rows, [Scoring(1.0)], caches
     actual = DecoderKernel(cpu_kernels, operations).forward(*step)[0]
@@ -195,7 +195,7 @@ def test_xielu_is_exact_near_zero(cpu_kernels):
         head = LmHead("activated", cpu_kernels.pack_linear(StoredWeight(torch.eye(37))))
         return DecoderKernel(cpu_kernels, [Embed("x", table), activate, head])
 
-    rows = PagedRows.of([0, 2], [2], torch.tensor([[1]]), torch.arange(2))
+    rows = PagedRows.of([0, 2], [2], torch.tensor([[[1]]]), torch.arange(2)[None])
     caches = [(torch.zeros(2, 16, 1, 4),) * 2]
     step = torch.arange(2), torch.arange(2), torch.empty(0, dtype=torch.int64), rows, [Scoring(1.0)], caches
     actual = kernel(parameters).forward(*step)[0]

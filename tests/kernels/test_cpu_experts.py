@@ -54,7 +54,7 @@ def run(kernels: CpuKernels, operations: list[Any], table: Tensor, token_ids: Te
     kernel = DecoderKernel(kernels, [Embed("x", table), *operations, LmHead(read, head)])
     num_tokens = len(token_ids)
     cache = (torch.zeros(num_tokens, 1, 1, 1),) * 2
-    rows = PagedRows.of([0, num_tokens], [num_tokens], torch.zeros(1, num_tokens), torch.arange(num_tokens))
+    rows = PagedRows.of([0, num_tokens], [num_tokens], torch.zeros(1, 1, num_tokens), torch.arange(num_tokens)[None])
     none = torch.zeros(0, dtype=torch.int64)
     return kernel.forward(token_ids, torch.zeros_like(token_ids), none, rows, [Scoring(1.0)], [cache])[0]
 

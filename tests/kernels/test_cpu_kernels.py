@@ -330,7 +330,7 @@ def test_attend_stores_before_any_row_reads(cpu_kernels):
     slots = torch.cat([int(table[0, 0]) * 16 + torch.arange(16), int(table[1, 1]) * 16 + torch.arange(4)])
     step.key_cache.fill_(float("nan"))
     step.value_cache.fill_(float("nan"))
-    rows = PagedRows.of(step.query_start_loc, step.seq_lens, table, slots)
+    rows = PagedRows.of(step.query_start_loc, step.seq_lens, table[None], slots[None])
     output = cpu_kernels.attend(rows, Scoring(0.2), step.query, key, value, step.key_cache, step.value_cache)
     expected = reference.paged_attention(
         step.query, step.key_cache, step.value_cache, table, step.seq_lens, step.query_start_loc, Scoring(0.2)

@@ -59,10 +59,8 @@ NOTES: dict[str, Callable[[Network], bool]] = {
     "LongRoPE": lambda network: any(rope is not None and bool(rope.short_divisors) for rope in network.ropes),
     "ALiBi": lambda network: bool(network.heads.alibi_slopes),
     "Attention sinks": lambda network: network.has_sinks,
-    "Windows in every layer": lambda network: network.sliding_window > 0,
-    "Windows in some layers": lambda network: (
-        any(heads.window for heads in network.layers) and not network.sliding_window
-    ),
+    "Windows in every layer": lambda network: all(heads.window for heads in network.layers),
+    "Windows in some layers": lambda network: len({heads.window > 0 for heads in network.layers}) == 2,
 }
 
 

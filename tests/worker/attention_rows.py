@@ -55,9 +55,9 @@ class Rows:
         self.batch = AttentionBatch(
             query_start_loc=starts,
             seq_lens=[sum(row) for row in lengths],
-            block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], device=device),
+            block_tables=torch.tensor([[table + [0] * (width - len(table)) for table in tables]], device=device),
             slot_mapping=torch.tensor(
-                [slot for row, own in zip(lengths, slots, strict=True) for slot in own[row[0] :] or [-1]],
+                [[slot for row, own in zip(lengths, slots, strict=True) for slot in own[row[0] :] or [-1]]],
                 device=device,
             ),
         )
@@ -80,7 +80,7 @@ class Rows:
         Blocks entirely before the window are replaced in the block tables, as if they belonged to another row.
         """
         batch, block_size = self.batch, self.kv_cache[0][0].shape[1]
-        for row, table in enumerate(batch.block_tables):
+        for row, table in enumerate(batch.block_tables[0]):
             num_queries = batch.query_start_loc[row + 1] - batch.query_start_loc[row]
             first = max(0, batch.seq_lens[row] - num_queries - window + 1)
             for keys, values in self.kv_cache:

@@ -46,10 +46,10 @@ def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS, sinks=(None,) * NUM_L
     for layer, (key_cache, value_cache) in enumerate(expected_cache):
         query, key, value = rows.random_qkv(batch.query_start_loc[-1])
         actual = attend(layer, query, key, value, sinks[layer])
-        reference.reshape_and_cache(key, value, key_cache, value_cache, batch.slot_mapping)
+        reference.reshape_and_cache(key, value, key_cache, value_cache, batch.slot_mapping[0])
         # In float64, so that the tolerance covers only the rounding of the tested code.
         expected = reference.paged_attention(
-            query.double(), key_cache, value_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
+            query.double(), key_cache, value_cache, batch.block_tables[0], batch.seq_lens, batch.query_start_loc,
             replace(shape.scoring(shape.reaches[layer], CPU), sinks=sinks[layer]),
         )  # fmt: skip
         torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=0, atol=tolerance)
@@ -240,7 +240,7 @@ def test_nothing_computes_in_16_bits_over_a_cache_of_other_16_bits():
 def test_row_reads_blocks_that_another_row_of_the_step_writes():
     """Two rows have one prompt: the second shares the block that the first fills in this step."""
     rows = Rows(random.Random(4), [(0, 16), (16, 4)], block_size=16, num_heads=2, num_kv_heads=2, head_dim=32)
-    rows.batch.block_tables[1, 0] = rows.batch.block_tables[0, 0]
+    rows.batch.block_tables[0, 1, 0] = rows.batch.block_tables[0, 0, 0]
     check(rows)
 
 
@@ -258,8 +258,8 @@ def test_row_does_not_depend_on_its_batch():
         alone = AttentionBatch(
             query_start_loc=[0, lengths[row][1]],
             seq_lens=[batch.seq_lens[row]],
-            block_tables=batch.block_tables[row : row + 1],
-            slot_mapping=batch.slot_mapping[tokens],
+            block_tables=batch.block_tables[:, row : row + 1],
+            slot_mapping=batch.slot_mapping[:, tokens],
         )
         actual = backend.prepare(alone, rows.kv_cache)(0, query[tokens], key[tokens], value[tokens])
         if backend.name == "cpu":

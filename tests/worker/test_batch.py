@@ -38,9 +38,9 @@ def test_rows_lie_one_after_the_other_in_slot_order(has_kernels: bool) -> None:
     assert batch.positions.tolist() == [0, 6, 7, 8, 9, 0, 1, 2, 3, 4]
     assert batch.paged.query_start_loc.tolist() == [0, 1, 5, 10]
     assert batch.paged.seq_lens.tolist() == [1, 10, 5]
-    assert batch.paged.slot_mapping.tolist() == [12, 6, 7, 28, 29, 20, 21, 22, 23, 8]
+    assert batch.paged.slot_mapping.tolist() == [[12, 6, 7, 28, 29, 20, 21, 22, 23, 8]]
     # As wide as the longest row of the step: row 1 does not need its last block yet.
-    assert batch.paged.block_tables.tolist() == [[3, 0, 0], [9, 1, 7], [5, 2, 0]]
+    assert batch.paged.block_tables.tolist() == [[[3, 0, 0], [9, 1, 7], [5, 2, 0]]]
     assert batch.sampling_indices.tolist() == [0, 4]
     assert batch.token_ids.dtype == batch.positions.dtype == batch.paged.slot_mapping.dtype == torch.int64
 

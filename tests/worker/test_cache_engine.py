@@ -13,7 +13,8 @@ from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.startup.loader import log_size
 
 GIB = 1 << 30
-SHAPE = CacheShape(num_layers=3, block_size=4, num_kv_heads=2, head_dim=5, dtype=torch.bfloat16)
+HEAD_DIM = 5
+SHAPE = CacheShape(heads=((2, HEAD_DIM),) * 3, block_size=4, dtype=torch.bfloat16)
 
 
 def test_block_bytes_are_those_of_the_storage() -> None:
@@ -32,7 +33,7 @@ def test_layers_are_disjoint_views_of_the_storage() -> None:
         assert not view.any()
         view[5, 3, 1] = number
     assert cache.storage.count_nonzero() == 6 * 5
-    assert cache.storage[5].flatten(0, 1)[:, 3, 1, 0].tolist() == [1, 2, 3, 4, 5, 6]
+    assert cache.storage[5].view(6, 4, 2, 5)[:, 3, 1, 0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_head_major_blocks_show_the_same_views() -> None:
@@ -43,22 +44,22 @@ def test_head_major_blocks_show_the_same_views() -> None:
         assert view[0, :, 1].is_contiguous()
         view[5, 3, 1] = number
     assert cache.storage.count_nonzero() == 6 * 5
-    assert cache.storage[5].flatten(0, 1)[:, 1, 3, 0].tolist() == [1, 2, 3, 4, 5, 6]
+    assert cache.storage[5].view(6, 2, 4, 5)[:, 1, 3, 0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_cache_below_one_sequence_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log_size(SHAPE, 10, max_model_len=20)
-    assert "KV cache: 10 blocks, 40 tokens, 2.00 x max_model_len (20), 5.16 KiB" in caplog.text
+    assert "KV cache: 10 blocks of 4 tokens, enough for 2.00 sequences of max_model_len (20), 5.16 KiB" in caplog.text
     assert "less than one sequence" not in caplog.text
     log_size(SHAPE, 10, max_model_len=41)
     assert "less than one sequence of max_model_len 41" in caplog.text
 
 
 def test_cache_below_one_sequence_is_not_warned_of_where_windows_fit(caplog: pytest.LogCaptureFixture) -> None:
-    log_size(SHAPE, 10, max_model_len=1000, sliding_window=32)
+    log_size(SHAPE, 10, max_model_len=1000, windows=(32,))
     assert "less than one sequence" not in caplog.text
-    log_size(SHAPE, 10, max_model_len=1000, sliding_window=40)
+    log_size(SHAPE, 10, max_model_len=1000, windows=(40,))
     assert "less than one sequence" in caplog.text
 
 
@@ -201,7 +202,7 @@ def test_a_cache_of_fp8_is_half_as_large_and_moves_like_any() -> None:
     shape = replace(SHAPE, dtype=torch.float8_e4m3fn)
     assert 2 * shape.block_bytes == SHAPE.block_bytes
     cache = CacheEngine(shape, 4, torch.device("cpu"), 2)
-    cache.storage[1:] = torch.arange(1, 5)[:, None, None, None, None, None].to(shape.dtype)
+    cache.storage[1:] = torch.arange(1, 5)[:, None].to(shape.dtype)
     execute(cache, swap_out_device_blocks=(2, 3), swap_out_host_blocks=(2, 1))
     execute(
         cache, swap_in_host_blocks=(2,), swap_in_device_blocks=(4,), copy_source_blocks=(3,), copy_target_blocks=(1,)
@@ -212,10 +213,10 @@ def test_a_cache_of_fp8_is_half_as_large_and_moves_like_any() -> None:
 def test_a_cache_of_int8_has_its_scales_in_the_blocks() -> None:
     """The scales follow a head's values at each position, so that moves and copies of blocks include them."""
     shape = replace(SHAPE, dtype=torch.int8)
-    values = torch.tensor([SHAPE.head_dim + 4, 2 * SHAPE.head_dim])
+    values = torch.tensor([HEAD_DIM + 4, 2 * HEAD_DIM])
     assert [shape.block_bytes, SHAPE.block_bytes] == (values * (SHAPE.block_bytes // values[1])).tolist()
     cache = CacheEngine(shape, 4, torch.device("cpu"), 2)
-    written = torch.randn(shape.block_size, shape.num_kv_heads, shape.head_dim)
+    written = torch.randn(shape.block_size, 2, HEAD_DIM)
     keys, later_values = cache.layers[-1]
     later_values[3] = write_rows(written, shape.dtype)
     expected = read_rows(later_values[3].clone(), torch.float32)
@@ -225,7 +226,7 @@ def test_a_cache_of_int8_has_its_scales_in_the_blocks() -> None:
     execute(cache, swap_in_host_blocks=(1,), swap_in_device_blocks=(4,))
     for block in (2, 4):
         assert torch.equal(read_rows(later_values[block], torch.float32), expected)
-    cache.fill_with_nan([4, 3], 0, 1)
+    cache.fill_with_nan([[4, 3]], 0, 1)
     spoilt = read_rows(later_values, torch.float32)[4].isnan()
     assert spoilt[0].all()
     assert not spoilt[1:].any()
@@ -237,7 +238,7 @@ def test_a_cache_of_int8_has_its_scales_in_the_blocks() -> None:
 def test_positions_are_spoilt_and_no_others(dtype: torch.dtype, is_head_major: bool) -> None:
     cache = CacheEngine(replace(SHAPE, dtype=dtype, is_head_major=is_head_major), 5, torch.device("cpu"))
     cache.storage.view(torch.uint8).zero_()
-    cache.fill_with_nan([4, 2, 5], 3, 9)  # the last position of block 4, all of 2, the first of 5
+    cache.fill_with_nan([[4, 2, 5]], 3, 9)  # the last position of block 4, all of 2, the first of 5
     for keys, values in cache.layers:
         for view in (keys, values):
             spoilt = view.float().isnan()

@@ -62,7 +62,7 @@ from tests.worker.late_queue import LateQueue
 from tests.worker.letters import END_TOKEN_ID, letters_tokenizer
 from tests.worker.runners import device_runner, host_runner
 from worker_service.attention.backends.torch import TorchAttention
-from worker_service.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.cache.cache_engine import CacheEngine
 from worker_service.config import WorkerConfig
 from worker_service.device.computation import StepTimer
 from worker_service.device.graphs import graph_sizes
@@ -74,7 +74,7 @@ from worker_service.models.torch_operations import ExpertProduct, Operations, mu
 from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.runner import ModelRunner
 from worker_service.startup import loader
-from worker_service.startup.loader import attention_shape, load_worker
+from worker_service.startup.loader import attention_shape, cache_shape, load_worker
 from worker_service.step import LaunchedStep
 from worker_service.streams import StreamWork
 
@@ -124,12 +124,9 @@ class Pair:
             block_size=block_size,
             num_device_blocks=num_blocks,
             vocab_size=VOCAB_SIZE,
-            sliding_window=config.sliding_window,
         )
         self.num_host_blocks = num_host_blocks
-        shape = CacheShape(
-            len(config.layers), block_size, config.heads.num_kv_heads, config.heads.head_dim, torch.float32
-        )
+        shape = cache_shape(config, (), block_size, torch.float32)
         plain_cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks)
         attention = attention_shape(config, block_size, torch.float32, torch.float32)
         plain_attention = TorchAttention(attention, CPU)
@@ -248,7 +245,6 @@ class History:
             attention_backend="reference",
             num_host_blocks=pair.num_host_blocks,
             swap_bandwidth=1e9 if pair.num_host_blocks else 0.0,
-            sliding_window=table.sliding_window,
             grammar_version="g",
             gates_grammars=True,
         )

@@ -38,14 +38,14 @@ class ModelShape:
 # 128: 15,730,944. All layers: 440,466,432; tied embedding: 151,936 * 1024 = 155,582,464; last norm: 1,024.
 SMALL = ModelShape(
     28 * 15_730_944 + 155_582_464 + 1024,
-    CacheShape(num_layers=28, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16),
+    CacheShape(heads=((8, 128),) * 28, block_size=16, dtype=torch.bfloat16),
 )
 # Qwen3-8B: 36 layers of hidden size 4,096, intermediate 12,288, 32 heads of 128 with 8 KV heads. A layer:
 # 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128 = 192,946,432. Embedding and head, untied:
 # 2 * 151,936 * 4096 = 1,244,659,712; last norm 4,096.
 LARGE = ModelShape(
     36 * 192_946_432 + 1_244_659_712 + 4096,
-    CacheShape(num_layers=36, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16),
+    CacheShape(heads=((8, 128),) * 36, block_size=16, dtype=torch.bfloat16),
 )
 
 

@@ -402,7 +402,7 @@ def test_rows_of_a_batch_do_not_touch_each_other(load_model, tmp_path):
     storage = torch.full((5, 2, 2, 8, 2, 16), float("nan"))
     kv_cache = [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(2)]
     slots = torch.cat([torch.arange(8, 17), torch.arange(24, 38)])
-    batch = AttentionBatch([0, 9, 23], [9, 14], torch.tensor([[1, 2], [3, 4]]), slots)
+    batch = AttentionBatch([0, 9, 23], [9, 14], torch.tensor([[[1, 2], [3, 4]]]), slots[None])
     with torch.inference_mode():
         attend = create_attention(model.network).prepare(batch, kv_cache)
         positions = torch.cat([torch.arange(9), torch.arange(14)])

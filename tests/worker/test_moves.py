@@ -17,7 +17,7 @@ from tests.worker.fake_device import FakeDevice, Guard
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.cache.stream_moves import _BlockIds, _find_runs, num_staging_blocks
 
-SHAPE = CacheShape(num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+SHAPE = CacheShape(heads=((2, 8),) * 2, block_size=4, dtype=torch.bfloat16)
 NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 24, 16
 
 

@@ -32,11 +32,11 @@ from testing.worker.model_logits import (
 from tests.worker.runners import host_runner
 from tests.worker.thread_ranks import on_every_rank
 from worker_service.attention import create_backend
-from worker_service.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.cache.cache_engine import CacheEngine
 from worker_service.host.cpu_decoder import host_model
 from worker_service.rows.table import TableLimits
 from worker_service.startup.cpu_kernels import load_cpu_kernels
-from worker_service.startup.loader import attention_shape
+from worker_service.startup.loader import attention_shape, cache_shape
 
 LENGTH = 330
 PATTERNS = {
@@ -129,8 +129,8 @@ def test_prompts_in_company_continue_as_alone(tmp_path, monkeypatch, mode, budge
     network, kernels = load_config(path), load_cpu_kernels()
     shape = attention_shape(network, 16, torch.float32, torch.float32)
     model = models.load_model(path, dtype=torch.float32, device=CPU, operations=host_operations())
-    cache_shape = CacheShape(2, 16, network.heads.num_kv_heads, network.heads.head_dim, torch.float32)
-    cache, backend = CacheEngine(cache_shape, 70, CPU), create_backend("auto", CPU, shape, kernels)
+    blocks = cache_shape(network, (), 16, torch.float32)
+    cache, backend = CacheEngine(blocks, 70, CPU), create_backend("auto", CPU, shape, kernels)
     cache.storage[1:] = float("nan")
     limits = TableLimits(4, budget, 1024, 16, 70, network.vocab_size)
     runner = host_runner(host_model(model, backend) if mode == "fused" else model, cache, backend, limits)

@@ -183,7 +183,7 @@ def test_beams_and_others_sample_side_by_side() -> None:
     assert (table.num_tokens[:2].tolist(), table.work[:2].tolist()) == ([7, 6], [1, 0])
 
 
-WINDOWED = replace(LIMITS, sliding_window=5)
+WINDOWED = replace(LIMITS, windows=(5,))
 
 
 @pytest.mark.parametrize(

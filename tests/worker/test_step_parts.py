@@ -20,12 +20,12 @@ from tests.worker.device_sampler import SAMPLER
 from tests.worker.fake_device import CPU, FakeDevice, as_kernel
 from tests.worker.runners import device_runner, host_runner
 from worker_service.attention.backends.torch import TorchAttention
-from worker_service.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.cache.cache_engine import CacheEngine
 from worker_service.device.cuda import is_fatal, is_out_of_memory
 from worker_service.rows.parts import run_in_parts
 from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.runner import ModelRunner
-from worker_service.startup.loader import attention_shape
+from worker_service.startup.loader import attention_shape, cache_shape
 
 pytestmark = pytest.mark.one_of_each
 
@@ -251,7 +251,7 @@ def make_runner(
         num_device_blocks=100,
         vocab_size=config.vocab_size,
     )
-    shape = CacheShape(len(config.layers), 16, config.heads.num_kv_heads, config.heads.head_dim, torch.float32)
+    shape = cache_shape(config, (), 16, torch.float32)
     forward = model.forward
 
     @as_kernel

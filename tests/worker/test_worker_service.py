@@ -615,7 +615,7 @@ def test_process_serves_and_stops(checkpoint: Path, start: Callable[..., Process
     worker.process.send_signal(signal.SIGTERM)
     status, stdout, stderr = worker.finish()
     assert (status, stdout) == (0, "")
-    assert "KV cache: 20 blocks, 320 tokens, 0.31 x max_model_len" in stderr
+    assert "KV cache: 20 blocks of 16 tokens, enough for 0.31 sequences of max_model_len" in stderr
 
 
 def test_process_ends_its_session_at_sigterm(checkpoint: Path, start: Callable[..., Process]) -> None:

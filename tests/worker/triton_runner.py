@@ -13,13 +13,13 @@ from testing.models import load_model
 from tests.worker.fake_device import FakeDevice
 from tests.worker.runners import device_runner
 from worker_service.attention.backends.triton import TritonAttention
-from worker_service.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.cache.cache_engine import CacheEngine
 from worker_service.device.kernels import create_sampler
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.epoch_grammars import EpochGrammars
 from worker_service.rows.table import TableLimits
 from worker_service.runner import ModelRunner
-from worker_service.startup.loader import attention_shape
+from worker_service.startup.loader import attention_shape, cache_shape
 
 # A small version of Qwen3-0.6B's configuration: two queries per KV head, and the head tied to the embedding.
 CONFIG = {
@@ -60,7 +60,7 @@ def make_runner(
     model = load_model(path, dtype=dtype, device=CPU, **options)
     for rope in model.ropes:  # in the model's dtype, as on a GPU
         rope.to(dtype)
-    cache_shape = CacheShape(len(config.layers), BLOCK_SIZE, config.heads.num_kv_heads, config.heads.head_dim, dtype)
+    blocks = cache_shape(config, (), BLOCK_SIZE, dtype)
     limits = TableLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=64,
@@ -69,7 +69,7 @@ def make_runner(
         num_device_blocks=NUM_BLOCKS,
         vocab_size=config.vocab_size,
     )
-    cache = CacheEngine(cache_shape, NUM_BLOCKS, CPU, streams=device)
+    cache = CacheEngine(blocks, NUM_BLOCKS, CPU, streams=device)
     attention = TritonAttention(attention_shape(config, BLOCK_SIZE, dtype, dtype), NUM_PROCESSORS, CPU)
     sampler = create_sampler(config.vocab_size)
     options = {"max_graph_batch_size": max_graph_batch_size, "grammars": grammars}

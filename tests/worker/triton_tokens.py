@@ -16,11 +16,11 @@ from testing.plans import Row, plan_steps  # noqa: E402
 from tests.worker.runners import device_runner, host_runner  # noqa: E402
 from worker_service.attention import create_backend  # noqa: E402
 from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
-from worker_service.cache.cache_engine import CacheEngine, CacheShape  # noqa: E402
+from worker_service.cache.cache_engine import CacheEngine  # noqa: E402
 from worker_service.device.kernels import create_sampler  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
 from worker_service.rows.table import TableLimits  # noqa: E402
-from worker_service.startup.loader import attention_shape  # noqa: E402
+from worker_service.startup.loader import attention_shape, cache_shape  # noqa: E402
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, NUM_OUTPUT_TOKENS = 16, 40, 151, 4
 HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -51,9 +51,7 @@ def make_runner(path, backend="triton", device=None):
     assert TritonOperations.refusal(config.operations) is None
     shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
     model = load_model(path, dtype=torch.float32, device=DEVICE, operations=TritonOperations(DEVICE))
-    cache_shape = CacheShape(
-        len(config.layers), BLOCK_SIZE, config.heads.num_kv_heads, config.heads.head_dim, torch.float32
-    )
+    blocks = cache_shape(config, (), BLOCK_SIZE, torch.float32)
     limits = TableLimits(
         max_num_seqs=4,
         max_num_batched_tokens=64,
@@ -61,14 +59,13 @@ def make_runner(path, backend="triton", device=None):
         block_size=BLOCK_SIZE,
         num_device_blocks=NUM_BLOCKS,
         vocab_size=config.vocab_size,
-        sliding_window=config.sliding_window,
     )
-    cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE)
+    cache = CacheEngine(blocks, NUM_BLOCKS, DEVICE)
     cache.storage[1:] = float("nan")
     attention = create_backend("torch", DEVICE, shape) if backend == "torch" else TritonAttention(shape, 8, DEVICE)
     if device is None:
         return host_runner(model, cache, attention, limits)
-    cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE, streams=device)
+    cache = CacheEngine(blocks, NUM_BLOCKS, DEVICE, streams=device)
     cache.storage[1:] = float("nan")
     sampler = create_sampler(config.vocab_size)
     runner = device_runner(

@@ -42,6 +42,12 @@ class AttentionShape:
     is_bidirectional: bool = False  # whether queries attend to later positions, too; see `Scoring`
     # [num_layers], see `Scoring`; a layer with a pattern has no window; empty: no layer has a pattern
     patterns: tuple[BlockPattern | None, ...] = ()
+    layer_groups: tuple[int, ...] = ()  # [num_layers] the layer group of each layer; empty: all layers are in one group
+
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """The layer group of each layer, whose block tables and slot mapping the layer uses."""
+        return self.layer_groups or (0,) * len(self.windows)
 
     @property
     def reaches(self) -> tuple[Reach, ...]:
@@ -95,8 +101,9 @@ class AttentionBatch:
 
     query_start_loc: list[int]  # [S + 1] offset of each row's tokens in the flat batch; each row has at least one token
     seq_lens: list[int]  # [S] number of positions of each row after this step
-    block_tables: Tensor  # [S, max_blocks] int32 or int64, padded with block 0
-    # [T] int64: block_id * block_size + offset of each token; -1, on a GPU only: not written to the cache
+    # [G, S, max_blocks] int32 or int64, the tables of each layer group, padded with block 0
+    block_tables: Tensor
+    # [G, T] int64: block_id * block_size + offset of each token; -1, on a GPU only: not written to the cache
     slot_mapping: Tensor
     device_rows: DeviceRows | None = None  # set on a GPU
 

@@ -2,8 +2,10 @@
 
 This module does not know which sequence owns a block. Each pool is one block-major allocation: K and V of all layers of
 a block are contiguous, so a move of a block moves one contiguous piece. Blocks that are adjacent at both ends move as
-one piece too. Each layer sees its part of the device pool as two views with the block index outermost. Plans never name
-block 0 of either pool: on the device, block 0 is padding and stays zero.
+one piece too. Each layer sees its part of the device pool as two views with the block index outermost. Layers of
+different groups (see `pagewire/network/layer_groups.py`) see the same bytes. Block tables ensure that they never use
+the same block at the same time. Plans never name block 0 of either pool: on the device, block 0 is padding and stays
+zero.
 """
 
 import statistics
@@ -29,25 +31,51 @@ _NUM_MEASUREMENTS = 4
 class CacheShape:
     """The dimensions and the data type of one KV cache block."""
 
-    num_layers: int
+    heads: tuple[tuple[int, int], ...]  # [num_layers] the number of KV heads and the head size of each layer
     block_size: int
-    num_kv_heads: int
-    head_dim: int
     dtype: torch.dtype
     is_head_major: bool = False  # a block stores each KV head's positions together, rather than each position's heads
+    # The layers of each layer group, in the order in which a block stores them; empty: all layers are in one group.
+    layer_groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each layer group."""
+        return self.layer_groups or (tuple(range(len(self.heads))),)
+
+    @property
+    def block_elements(self) -> int:
+        """The number of elements in one KV cache block: the keys and values of the largest layer group."""
+        return max(sum(map(self.layer_elements, layers)) for layers in self.groups)
 
     @property
     def block_bytes(self) -> int:
-        """The size of one KV cache block in bytes, with the keys and values of all layers."""
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.row_size * self.dtype.itemsize
+        """The size of one KV cache block in bytes."""
+        return self.block_elements * self.dtype.itemsize
 
-    @property
-    def row_size(self) -> int:
-        """The number of elements that store the key or the value of one head at one position.
+    def layer_elements(self, layer: int) -> int:
+        """Return the number of elements of a block that store the keys and values of a layer."""
+        num_kv_heads, head_dim = self.heads[layer]
+        return 2 * self.block_size * num_kv_heads * row_size(head_dim, self.dtype)
 
-        In an int8 cache they include the scale.
+    def views(self, storage: torch.Tensor) -> list[LayerCache]:
+        """Return the key cache and the value cache of each layer in `storage`, [num_blocks, block_elements].
+
+        Each is [num_blocks, block_size, num_kv_heads, row_size], whatever the memory layout of a block. In an int8
+        cache, a row includes the scale.
         """
-        return row_size(self.head_dim, self.dtype)
+        caches: dict[int, LayerCache] = {}
+        for layers in self.groups:
+            start = 0
+            for layer in layers:
+                num_kv_heads, head_dim = self.heads[layer]
+                end = start + self.layer_elements(layer)
+                order = (num_kv_heads, self.block_size) if self.is_head_major else (self.block_size, num_kv_heads)
+                content = storage[:, start:end].unflatten(1, (2, *order, row_size(head_dim, self.dtype)))
+                content = content.transpose(2, 3) if self.is_head_major else content
+                caches[layer] = (content[:, 0], content[:, 1])
+                start = end
+        return [caches[layer] for layer in range(len(self.heads))]
 
 
 class CacheEngine:
@@ -74,16 +102,9 @@ class CacheEngine:
         self.shape = shape
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
-        order = (shape.block_size, shape.num_kv_heads)
-        sizes = (shape.num_layers, 2, *(reversed(order) if shape.is_head_major else order), shape.row_size)
-        self.storage = torch.empty((num_device_blocks + 1, *sizes), dtype=shape.dtype, device=device)
-        # [num_device_blocks + 1, num_layers, 2, block_size, num_kv_heads, row_size], whatever the memory layout of a
-        # block
-        self._views = self.storage.transpose(3, 4) if shape.is_head_major else self.storage
-        self.layers: list[LayerCache] = [
-            (self._views[:, layer, 0], self._views[:, layer, 1]) for layer in range(shape.num_layers)
-        ]
-        blocks = self.storage.view(torch.uint8).flatten(1)  # [num_device_blocks + 1, block_bytes]
+        self.storage = torch.empty((num_device_blocks + 1, shape.block_elements), dtype=shape.dtype, device=device)
+        self.layers = shape.views(self.storage)
+        blocks = self.storage.view(torch.uint8)  # [num_device_blocks + 1, block_bytes]
         blocks[0] = 0
         self._moves: HostMoves | StreamMoves = (
             HostMoves(blocks, num_host_blocks) if streams is None else StreamMoves(streams, blocks, num_host_blocks)
@@ -136,19 +157,22 @@ class CacheEngine:
         if plan.copy_source_blocks:
             self._moves.copy(plan.copy_source_blocks, plan.copy_target_blocks)
 
-    def fill_with_nan(self, block_ids: Sequence[int], start: int, end: int) -> None:
+    def fill_with_nan(self, block_tables: Sequence[Sequence[int]], start: int, end: int) -> None:
         """Fill positions [start, end) of a sequence in the KV cache with NaN, because they could not be computed.
 
-        A sequence that reads these positions then yields no token. `block_ids` is the block table of the sequence.
+        A sequence that reads these positions then yields no token. `block_tables` has the sequence's block table of
+        each layer group.
         """
         block_size, position = self.shape.block_size, start
+        # In an int8 cache all bits are set, in the scale too, which makes the scale NaN.
+        value = float("nan") if self.shape.dtype.is_floating_point else -1
         while position < end:
             index = position // block_size
             last = min(end, (index + 1) * block_size)
-            first = position - index * block_size
-            content = self._views[int(block_ids[index]), :, :, first : last - index * block_size]
-            # In an int8 cache all bits are set, in the scale too, which makes the scale NaN.
-            self._moves.run(partial(content.fill_, float("nan") if self.shape.dtype.is_floating_point else -1))
+            places = slice(position - index * block_size, last - index * block_size)
+            for layers, table in zip(self.shape.groups, block_tables, strict=True):
+                for cache in (cache for layer in layers for cache in self.layers[layer]):
+                    self._moves.run(partial(cache[int(table[index]), places].fill_, value))
             position = last
 
     def last_moved_step(self) -> int:

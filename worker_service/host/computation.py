@@ -219,11 +219,12 @@ class BatchBuilder:
 def _flatten(table: SequenceTable, rows: WorkingRows, num_blocks: int) -> FlatRows:
     block_size = table.limits.block_size
     slots, positions, query_start_loc = rows.flatten()
-    block_ids = table.block_tables[slots, positions // block_size].astype(np.int64)
+    tables = table.limits.tables_of(slots)
+    block_ids = table.block_tables[tables, positions // block_size].astype(np.int64)
     paged = PagedRows(
         query_start_loc=torch.from_numpy(query_start_loc.astype(np.int32)),
         seq_lens=torch.from_numpy(rows.ends.astype(np.int32)),
-        block_tables=torch.from_numpy(table.block_tables[rows.slots, :num_blocks]),
+        block_tables=torch.from_numpy(table.block_tables[table.limits.tables_of(rows.slots), :num_blocks]),
         slot_mapping=torch.from_numpy(block_ids * block_size + positions % block_size),
     )
     return FlatRows(

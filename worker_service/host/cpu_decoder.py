@@ -49,7 +49,7 @@ class CpuDecoder:
         See `Decoder.forward_logits`. The backend `CpuAttention` must have prepared `attend`.
         """
         assert isinstance(attend, CpuAttend)
-        step = (attend.rows, attend.scorings, attend.kv_cache)
+        step = (attend.rows, attend.scorings, attend.kv_cache, attend.layer_groups)
         outputs = Outputs(*self._kernel.forward(token_ids, positions, logit_rows, *step), self._kernel.times())
         if self._communicator.size == 1 and not self._has_unused:
             return outputs

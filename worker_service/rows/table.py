@@ -6,6 +6,9 @@ session starts with an empty table.
 
 Numbers are stored in arrays by slot, so that a step costs a few vector operations instead of a loop over rows. Tokens
 are one int32 array [max_num_seqs, max_model_len + 1]. The operating system allocates memory only for written parts.
+
+A row has a block table for each layer group. The table of group g of the row in slot s has the number
+g * max_num_seqs + s.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +42,8 @@ class TableLimits:
     block_size: int
     num_device_blocks: int  # usable ones; ids are 1..num_device_blocks
     vocab_size: int
-    sliding_window: int = 0  # positions that any layer reads back, including the query's own; 0: all
+    # [G] positions that the layers of each layer group read back, including the query's own; 0: all
+    windows: tuple[int, ...] = (0,)
     is_bidirectional: bool = False  # tokens attend to later tokens, too: a step computes all tokens of a row
 
     @property
@@ -47,13 +51,22 @@ class TableLimits:
         """The largest number of KV cache blocks in one sequence's block table."""
         return -(-self.max_model_len // self.block_size)
 
-    def first_block(self, start: int) -> int:
-        """Return the index of the first block in a sequence's block table that the sequence still reads or writes.
+    @property
+    def num_tables(self) -> int:
+        """The number of block tables of all rows."""
+        return len(self.windows) * self.max_num_seqs
 
-        `start` is the next position that the sequence computes. With a sliding window, blocks before the window are not
-        used.
+    def tables_of(self, slots: IntArray | int) -> IntArray:
+        """Return the numbers of the block tables of the given slots, [G, ...], by layer group."""
+        return np.add.outer(np.arange(0, self.num_tables, self.max_num_seqs), slots)
+
+    def first_block(self, start: int, window: int) -> int:
+        """Return the index of the first block in a block table that the sequence still reads or writes.
+
+        `start` is the next position that the sequence computes. `window` is the window of the table's layer group.
+        Blocks before the window are not used.
         """
-        return max(0, start - self.sliding_window + 1) // self.block_size if self.sliding_window else 0
+        return max(0, start - window + 1) // self.block_size if window else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +108,8 @@ class WorkingRows:
 class SequenceTable:
     """The worker's state of all running sequences, as arrays indexed by slot (a sequence's index in the table).
 
-    Every array has one entry per slot. If no sequence uses a slot, its entries are undefined, except `work`, which is
-    0.
+    Every array has one entry per slot, except `block_tables` and `num_blocks`, which have one per block table. If no
+    sequence uses a slot, its entries are undefined, except `work`, which is 0.
     """
 
     def __init__(self, limits: TableLimits, *, gates_grammars: bool = False) -> None:
@@ -109,12 +122,12 @@ class SequenceTable:
         self.gates_grammars = gates_grammars
         size = limits.max_num_seqs
         self.token_ids = np.zeros((size, limits.max_model_len + 1), np.int32)
-        self.block_tables = np.zeros((size, limits.max_num_blocks), np.int32)  # 0 beyond a row's num_blocks
+        self.block_tables = np.zeros((limits.num_tables, limits.max_num_blocks), np.int32)  # 0 beyond its num_blocks
+        self.num_blocks = np.zeros(limits.num_tables, np.int64)
         self.occupied = np.zeros(size, np.bool_)
         self.num_tokens = np.zeros(size, np.int64)
         self.num_prompt_tokens = np.zeros(size, np.int64)
         self.num_computed_tokens = np.zeros(size, np.int64)
-        self.num_blocks = np.zeros(size, np.int64)
         self.work = np.zeros(size, np.int64)  # tokens to compute in each step; 0: paused
         self.has_failed = np.zeros(size, np.bool_)  # failed rows compute nothing until they are released
         # All columns with one value per row, except `work`.
@@ -123,7 +136,6 @@ class SequenceTable:
             self.num_tokens,
             self.num_prompt_tokens,
             self.num_computed_tokens,
-            self.num_blocks,
             self.has_failed,
         )
         self.sampling = SamplingTable(size, limits.vocab_size)
@@ -203,15 +215,25 @@ class SequenceTable:
         if self.occupied[slot] != occupied:
             raise WorkerProtocolError(f"slot {slot} is {'vacant' if occupied else 'occupied'}")
 
-    def _occupied_slots(self, slots: tuple[int, ...]) -> IntArray:
+    def _occupied_slots(self, slots: ArrayLike) -> IntArray:
         """Check the slots that a step plan names, and return them as an array.
 
         Raises WorkerProtocolError if a slot is out of range or has no running sequence.
         """
-        array = _as_array(slots)
+        array = np.asarray(slots, np.int64)
         self._check_range(array)
         _refuse_any(~self.occupied[array], lambda i: f"slot {array[i]} is vacant")
         return array
+
+    def _occupied_tables(self, tables: tuple[int, ...]) -> tuple[IntArray, IntArray]:
+        """Check the block tables that a step plan names. Return their numbers and their slots as arrays.
+
+        Raises WorkerProtocolError if a number is out of range or its slot has no running sequence.
+        """
+        array, num_tables = _as_array(tables), self.limits.num_tables
+        is_beyond = (array < 0) | (array >= num_tables)
+        _refuse_any(is_beyond, lambda i: f"block table {array[i]} is out of range: there are {num_tables}")
+        return array, self._occupied_slots(array % self.limits.max_num_seqs)
 
     def _refuse_pooled(self, slots: IntArray, what: str) -> None:
         _refuse_any(self.sampling.is_pooled[slots], lambda i: f"slot {slots[i]} {what}, but has pooling")
@@ -221,52 +243,31 @@ class SequenceTable:
         is_beyond = (slots < 0) | (slots >= num_slots)
         _refuse_any(is_beyond, lambda i: f"slot {slots[i]} is out of range: there are {num_slots}")
 
-    def _check_block_ids(self, slots: ArrayLike, block_ids: IntArray) -> None:
-        """Raise WorkerProtocolError if a KV cache block id of a plan is out of range.
-
-        `slots` are the slots of the sequences that get the blocks, for the error message. There is one slot for each
-        block, or one for all blocks.
-        """
-        last = self.limits.num_device_blocks
-        owners = np.broadcast_to(slots, block_ids.shape)
-        is_beyond = (block_ids < 1) | (block_ids > last)
-        _refuse_any(is_beyond, lambda i: f"slot {owners[i]} gets block {block_ids[i]}; ids are 1 to {last}")
-
-    def _check_opened_blocks(self, slot: int, block_ids: IntArray, num_computed_tokens: int) -> None:
-        """Raise WorkerProtocolError if the block table of a new sequence contains a block id that is out of range.
-
-        Blocks before the sliding window may be 0, since the sequence neither reads nor writes them.
-        """
-        first = self.limits.first_block(num_computed_tokens)
-        before = block_ids[:first]
-        self._check_block_ids(slot, before[before != 0])
-        self._check_block_ids(slot, block_ids[first:])
-
     def _release(self, slot: int) -> None:
         self._check_slot(slot, occupied=True)
         self.occupied[slot] = False
         self.work[slot] = 0
-        self.block_tables[slot, : self.num_blocks[slot]] = 0
-        self.num_blocks[slot] = 0
+        for table in self.limits.tables_of(slot):
+            self.block_tables[table, : self.num_blocks[table]] = 0
+            self.num_blocks[table] = 0
         self.masks.release(slot)
 
     def _open(self, opening: RowOpening) -> None:
         slot = opening.slot
         self._check_slot(slot, occupied=False)
         token_ids = _as_array(opening.token_ids)
-        block_ids = _as_array(opening.block_ids)
         _check_opening(opening, token_ids, self.limits)
-        self._check_opened_blocks(slot, block_ids, opening.num_computed_tokens)
         _check_sampling(slot, opening.sampling, self.limits.vocab_size)
         _check_pooling(opening)
         self.masks.open(slot, opening.grammar_id, opening.token_ids[opening.num_prompt_tokens :])
         self.occupied[slot] = True
         self.token_ids[slot, : len(token_ids)] = token_ids
-        self.block_tables[slot, : len(block_ids)] = block_ids
+        for table, block_ids in zip(self.limits.tables_of(slot), opening.block_tables, strict=True):
+            self.block_tables[table, : len(block_ids)] = block_ids
+            self.num_blocks[table] = len(block_ids)
         self.num_tokens[slot] = len(token_ids)
         self.num_prompt_tokens[slot] = opening.num_prompt_tokens
         self.num_computed_tokens[slot] = opening.num_computed_tokens
-        self.num_blocks[slot] = len(block_ids)
         self.has_failed[slot] = False
         self.sampling.open(opening)
 
@@ -279,34 +280,36 @@ class SequenceTable:
         # Indexing an array by an array copies it, so every source is read before any target is written.
         num_tokens = self.num_tokens[sources].max()
         self.token_ids[targets, :num_tokens] = self.token_ids[sources, :num_tokens]
-        num_blocks = max(self.num_blocks[sources].max(), self.num_blocks[targets].max())
-        self.block_tables[targets, :num_blocks] = self.block_tables[sources, :num_blocks]
+        read, written = self.limits.tables_of(sources), self.limits.tables_of(targets)
+        num_blocks = max(self.num_blocks[read].max(), self.num_blocks[written].max())
+        self.block_tables[written, :num_blocks] = self.block_tables[read, :num_blocks]
+        self.num_blocks[written] = self.num_blocks[read]
         for column in self._row_columns:
             column[targets] = column[sources]
         self.sampling.copy(sources, targets)
         self.masks.copy(sources, targets)
         self.work[targets] = 0
 
-    def _append_blocks(self, row_slots: Column, ids: Column) -> None:
-        slots, block_ids = self._occupied_slots(row_slots), _as_array(ids)
-        self._check_block_ids(slots, block_ids)
-        indexes = self.num_blocks[slots]
-        if len(set(row_slots)) < len(slots):
-            indexes += _count_earlier_equals(slots)
+    def _append_blocks(self, numbers: Column, ids: Column) -> None:
+        (tables, slots), block_ids = self._occupied_tables(numbers), _as_array(ids)
+        _check_block_ids(slots, block_ids, self.limits)
+        indexes = self.num_blocks[tables]
+        if len(set(numbers)) < len(tables):
+            indexes += _count_earlier_equals(tables)
         _refuse_any(
             indexes >= self.limits.max_num_blocks,
             lambda i: f"slot {slots[i]} has {indexes[i]} blocks already, enough for max_model_len",
         )
-        self.block_tables[slots, indexes] = block_ids
-        np.maximum.at(self.num_blocks, slots, indexes + 1)
+        self.block_tables[tables, indexes] = block_ids
+        np.maximum.at(self.num_blocks, tables, indexes + 1)
 
-    def _set_blocks(self, row_slots: Column, places: Column, ids: Column) -> None:
-        slots, indexes, block_ids = self._occupied_slots(row_slots), _as_array(places), _as_array(ids)
-        self._check_block_ids(slots, block_ids)
-        num_blocks = self.num_blocks[slots]
+    def _set_blocks(self, numbers: Column, places: Column, ids: Column) -> None:
+        (tables, slots), indexes, block_ids = self._occupied_tables(numbers), _as_array(places), _as_array(ids)
+        _check_block_ids(slots, block_ids, self.limits)
+        num_blocks = self.num_blocks[tables]
         is_beyond = (indexes < 0) | (indexes >= num_blocks)
         _refuse_any(is_beyond, lambda i: f"slot {slots[i]} gets block {indexes[i]} set; it has {num_blocks[i]}")
-        self.block_tables[slots, indexes] = block_ids
+        self.block_tables[tables, indexes] = block_ids
 
     def _append_tokens(self, row_slots: Column, ids: Column) -> None:
         slots, token_ids = self._occupied_slots(row_slots), _as_array(ids)
@@ -345,7 +348,7 @@ class SequenceTable:
             raise WorkerProtocolError(
                 f"a step is to compute {num_step_tokens} tokens; it computes at most {limits.max_num_batched_tokens}"
             )
-        num_positions = self.num_blocks[slots] * limits.block_size
+        num_positions = self.num_blocks[self.limits.tables_of(slots)].min(0) * limits.block_size
         if not (ends <= np.minimum(np.minimum(num_tokens, num_positions), limits.max_model_len)).all():
             _check_ends(slots, ends, num_tokens, "tokens")
             _check_ends(slots, ends, num_positions, "positions in its blocks")
@@ -421,15 +424,46 @@ def _check_opening(opening: RowOpening, token_ids: IntArray, limits: TableLimits
         raise WorkerProtocolError(
             f"slot {slot} opens with {opening.num_computed_tokens} of {num_tokens} tokens computed; one must be left"
         )
-    if len(opening.block_ids) > limits.max_num_blocks:
+    _check_tables(opening, limits)
+
+
+def _check_block_ids(slots: ArrayLike, block_ids: IntArray, limits: TableLimits) -> None:
+    """Raise WorkerProtocolError if a KV cache block id of a plan is out of range.
+
+    `slots` are the slots of the sequences that get the blocks, for the error message. There is one slot for each block,
+    or one for all blocks.
+    """
+    last = limits.num_device_blocks
+    owners = np.broadcast_to(slots, block_ids.shape)
+    is_beyond = (block_ids < 1) | (block_ids > last)
+    _refuse_any(is_beyond, lambda i: f"slot {owners[i]} gets block {block_ids[i]}; ids are 1 to {last}")
+
+
+def _check_tables(opening: RowOpening, limits: TableLimits) -> None:
+    """Raise WorkerProtocolError if the block tables of a new sequence are too long or short, or contain invalid ids.
+
+    Blocks before a layer group's window may be 0, since the sequence neither reads nor writes them.
+    """
+    slot, lengths = opening.slot, [len(table) for table in opening.block_tables]
+    if len(lengths) != len(limits.windows) or sum(lengths) != len(opening.block_ids):
         raise WorkerProtocolError(
-            f"slot {slot} opens with {len(opening.block_ids)} blocks; max_model_len allows {limits.max_num_blocks}"
+            f"slot {slot} opens with {len(opening.block_ids)} blocks in block tables of {', '.join(map(str, lengths))}; "
+            f"the model has {len(limits.windows)} layer groups, with a block table each"
         )
-    if opening.num_computed_tokens > len(opening.block_ids) * limits.block_size:
+    if max(lengths) > limits.max_num_blocks:
         raise WorkerProtocolError(
-            f"slot {slot} opens with {opening.num_computed_tokens} computed tokens in {len(opening.block_ids)} blocks "
+            f"slot {slot} opens with {max(lengths)} blocks; max_model_len allows {limits.max_num_blocks}"
+        )
+    if opening.num_computed_tokens > min(lengths) * limits.block_size:
+        raise WorkerProtocolError(
+            f"slot {slot} opens with {opening.num_computed_tokens} computed tokens in {min(lengths)} blocks "
             f"of {limits.block_size}"
         )
+    for table, window in zip(opening.block_tables, limits.windows, strict=True):
+        block_ids, first = _as_array(table), limits.first_block(opening.num_computed_tokens, window)
+        before = block_ids[:first]
+        _check_block_ids(slot, before[before != 0], limits)
+        _check_block_ids(slot, block_ids[first:], limits)
 
 
 def _check_pooling(opening: RowOpening) -> None:

@@ -210,7 +210,8 @@ class ModelRunner:
         Failed sequences are not computed in this step or in any later step.
         """
         for slot, start, end in zip(rows.slots, rows.starts, rows.ends, strict=True):
-            self._cache.fill_with_nan(self.table.block_tables[slot], int(start), int(end))
+            tables = self.table.block_tables[slot :: self.table.limits.max_num_seqs]
+            self._cache.fill_with_nan(tables.tolist(), int(start), int(end))
         self.table.has_failed[rows.slots] = True
 
 

@@ -1,6 +1,7 @@
 """The loading of a worker from its configuration: device, dtype, weights, KV cache, model runner."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import torch
 
 from pagewire.common.process.child_process import announce_memory
 from pagewire.common.process.memory_size import describe_memory
-from pagewire.common.wire.messages import LayerGroup, WorkerCapacity
+from pagewire.common.wire import messages
+from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.quantized import BITS, quantized_format
 from pagewire.network.checkpoint_files import ADAPTER_FILE
+from pagewire.network.layer_groups import LayerGroup, group_of_layer, layer_groups
 from pagewire.network.network import Network
 from pagewire.network.rope import RopeConfig
 from pagewire.network.source import load_config, model_digest, weights_digest
@@ -46,7 +49,7 @@ from worker_service.startup.device_memory import (
 )
 from worker_service.startup.grammar_tokenizer import GrammarStart
 from worker_service.startup.memory_profile import CudaMeter, measure_memory
-from worker_service.startup.pool_size import PoolSize, default_swap_bytes
+from worker_service.startup.pool_size import PoolSize, blocks_of_sequence, default_swap_bytes
 from worker_service.startup.preflight import choose_max_model_len
 from worker_service.startup.progress import LoadProgress
 from worker_service.startup.resources import available_bytes, num_usable_cpus
@@ -99,7 +102,8 @@ def _load_worker(
     host_operations = create_host_operations(kernels, uses_onednn=uses_onednn)
     operations = create_device_operations(network.operations, device) if is_gpu else host_operations
     check_quantization(config.quantization, operations, device)
-    attention = attention_shape(network, block_size, dtype, cache_dtype)
+    groups = layer_groups(network.layers, max_model_len, is_bidirectional=network.is_bidirectional)
+    attention = attention_shape(network, block_size, dtype, cache_dtype, groups)
     backend = create_backend(config.attention_backend, device, attention, kernels)
     unloaded = prepare_model(
         Path(config.model),
@@ -112,15 +116,10 @@ def _load_worker(
         max_model_len=max_model_len,
         storage_dtype=_DTYPES.get(config.dtype),
     )
-    shape = CacheShape(
-        num_layers=len(network.layers),
-        block_size=block_size,
-        num_kv_heads=network.heads.num_kv_heads,
-        head_dim=network.heads.head_dim,
-        dtype=cache_dtype,
-        is_head_major=backend.is_head_major,
-    )
-    sizes = PoolSize(config, shape.block_bytes, config.max_num_seqs * -(-max_model_len // block_size))
+    shape = cache_shape(network, groups, block_size, cache_dtype, is_head_major=backend.is_head_major)
+    windows = tuple(group.window for group in groups)
+    num_blocks = blocks_of_sequence(windows, max_model_len, block_size, config.max_num_batched_tokens)
+    sizes = PoolSize(config, shape.block_bytes, config.max_num_seqs * num_blocks)
     check_memory(unloaded, sizes)
     log_formats(unloaded)
     if communicator.rank == 0:
@@ -135,6 +134,7 @@ def _load_worker(
         weight_format=unloaded.describe_weights(),
         backend=backend,
         shape=shape,
+        windows=windows,
         device=device,
         max_model_len=max_model_len,
         communicator=communicator,
@@ -162,7 +162,7 @@ def _build_worker(
     log_reduced_sizes(assembly.config, sizes)
     if assembly.network.is_bidirectional:
         log_longest_prompt(assembly.config.max_num_batched_tokens, assembly.max_model_len)
-    log_size(assembly.shape, num_device_blocks, assembly.max_model_len, assembly.network.sliding_window)
+    log_size(assembly.shape, num_device_blocks, assembly.max_model_len, assembly.windows)
     grammars, grammar_version = start.finish()
     runner, cache = _allocate(replace(assembly, grammars=grammars), num_device_blocks, num_host_blocks)
     swap_bandwidth = cache.measure_bandwidth()
@@ -182,8 +182,17 @@ def _build_worker(
     return LoadedWorker(runner, ready, grammars.close)
 
 
-def attention_shape(network: Network, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionShape:
-    """Return the numbers of heads, dtypes and features by which an attention backend is chosen for a model."""
+def attention_shape(
+    network: Network,
+    block_size: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    groups: Sequence[LayerGroup] = (),
+) -> AttentionShape:
+    """Return the numbers of heads, dtypes and features by which an attention backend is chosen for a model.
+
+    `groups` are the model's layer groups; empty: all layers are in one group.
+    """
     heads = network.heads
     return AttentionShape(
         num_heads=heads.num_heads,
@@ -199,7 +208,21 @@ def attention_shape(network: Network, block_size: int, dtype: torch.dtype, cache
         has_sinks=network.has_sinks,
         is_bidirectional=network.is_bidirectional,
         patterns=tuple(of_layer.pattern for of_layer in network.layers),
+        layer_groups=group_of_layer(groups),
     )
+
+
+def cache_shape(
+    network: Network,
+    groups: Sequence[LayerGroup],
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    is_head_major: bool = False,
+) -> CacheShape:
+    """Return the dimensions of the KV cache's blocks for a model with these layer groups."""
+    heads = tuple((of_layer.num_kv_heads, of_layer.head_dim) for of_layer in network.layers)
+    return CacheShape(heads, block_size, dtype, is_head_major, tuple(group.layers for group in groups))
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
@@ -299,6 +322,7 @@ class _RunnerParts:
     weight_bytes: int
     backend: AttentionBackend
     shape: CacheShape
+    windows: tuple[int, ...]  # of each layer group
     device: torch.device
     max_model_len: int
     communicator: Communicator
@@ -329,7 +353,7 @@ class _RunnerParts:
             block_size=self.shape.block_size,
             num_device_blocks=cache.num_device_blocks,
             vocab_size=self.network.vocab_size,
-            sliding_window=self.network.sliding_window,
+            windows=self.windows,
             is_bidirectional=self.network.is_bidirectional,
         )
         table = SequenceTable(limits, gates_grammars=self.streams is not None)
@@ -358,7 +382,10 @@ class _RunnerParts:
             attention_backend=self.backend.name,
             num_host_blocks=cache.num_host_blocks,
             swap_bandwidth=swap_bandwidth,
-            layer_groups=(LayerGroup(self.network.sliding_window, self.shape.num_layers),),
+            layer_groups=tuple(
+                messages.LayerGroup(window, len(layers))
+                for window, layers in zip(self.windows, self.shape.groups, strict=True)
+            ),
             tensor_parallel_rank=self.communicator.rank,
             tensor_parallel_size=self.communicator.size,
             quantization=self.config.quantization or "",
@@ -400,6 +427,7 @@ class _RunnerParts:
             max_model_len=self.max_model_len,
             block_size=self.shape.block_size,
             block_bytes=block_bytes,
+            num_groups=len(self.windows),
             staging_bytes=num_staging_blocks(num_host_blocks, block_bytes) * block_bytes,
         )
         if self.communicator.size > 1:
@@ -575,22 +603,25 @@ def log_longest_prompt(max_num_batched_tokens: int, max_model_len: int) -> None:
         )
 
 
-def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int, sliding_window: int = 0) -> None:
-    num_positions = num_device_blocks * shape.block_size
+def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int, windows: tuple[int, ...] = (0,)) -> None:
+    """Log the size of the KV cache, and a warning if it is too small for one sequence of the maximum length.
+
+    `windows` has the window of each layer group.
+    """
+    num_needed = blocks_of_sequence(windows, max_model_len, shape.block_size, shape.block_size)
     logger.info(
-        "KV cache: %d blocks, %d tokens, %.2f x max_model_len (%d), %s",
+        "KV cache: %d blocks of %d tokens, enough for %.2f sequences of max_model_len (%d), %s",
         num_device_blocks,
-        num_positions,
-        num_positions / max_model_len,
+        shape.block_size,
+        num_device_blocks / num_needed,
         max_model_len,
         describe_memory((num_device_blocks + 1) * shape.block_bytes),
     )
-    # If every layer has a window, a request never needs more blocks than the window does.
-    num_needed = min(max_model_len, sliding_window + 2 * shape.block_size) if sliding_window else max_model_len
-    if num_positions < num_needed:
+    if num_device_blocks < num_needed:
         logger.warning(
-            "the KV cache holds %d tokens, less than one sequence of max_model_len %d: longer requests are refused; "
-            "raise the memory or lower --max-model-len",
-            num_positions,
+            "the KV cache has %d blocks, less than one sequence of max_model_len %d needs (%d): longer requests are "
+            "refused; raise the memory or lower --max-model-len",
+            num_device_blocks,
             max_model_len,
+            num_needed,
         )

@@ -55,6 +55,7 @@ def measure_memory(
     max_model_len: int,
     block_size: int,
     block_bytes: int,
+    num_groups: int,
     staging_bytes: int,
 ) -> DeviceMemory:
     """Measure the GPU memory that a worker needs besides the KV cache, by running the largest possible step.
@@ -64,7 +65,7 @@ def measure_memory(
     """
     meter.release()
     weights = meter.allocated()
-    plan, num_blocks = largest_step(step, max_model_len, block_size)
+    plan, num_blocks = largest_step(step, max_model_len, block_size, num_groups)
     made: list[ModelRunner] = []
     try:
         made.append(make_runner(num_blocks))
@@ -92,11 +93,11 @@ def measure_memory(
     )
 
 
-def largest_step(step: StepSize, max_model_len: int, block_size: int) -> tuple[StepPlan, int]:
+def largest_step(step: StepSize, max_model_len: int, block_size: int, num_groups: int = 1) -> tuple[StepPlan, int]:
     """Return a plan for the largest possible step of a worker, and the number of KV cache blocks that the plan uses.
 
     The plan has `step.num_rows` sequences, all of which sample, and up to `step.num_tokens` tokens. The sequences
-    request every sampling feature that needs memory.
+    request every sampling feature that needs memory. They have a block table for each of `num_groups` layer groups.
     """
     num_tokens = min(step.num_tokens // step.num_rows, max_model_len)
     sampling = replace(
@@ -108,4 +109,4 @@ def largest_step(step: StepSize, max_model_len: int, block_size: int) -> tuple[S
         num_prompt_logprobs=_NUM_PROMPT_LOGPROBS,
     )
     rows = (TrialRow(num_tokens, num_tokens, sampling),) * step.num_rows
-    return plan_trial(rows, block_size), sum(row.num_blocks(block_size) for row in rows)
+    return plan_trial(rows, block_size, num_groups), num_groups * sum(row.num_blocks(block_size) for row in rows)

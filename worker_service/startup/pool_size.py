@@ -3,6 +3,7 @@
 This module calculates sizes and allocates nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagewire.common.process.memory_size import describe_memory, parse_memory
@@ -33,6 +34,18 @@ def default_swap_bytes(device: str, available_bytes: int, num_local_ranks: int) 
     if device == "cpu":
         return 0
     return min(_MAX_DEFAULT_SWAP_BYTES, available_bytes // _DEFAULT_SWAP_SHARE // num_local_ranks)
+
+
+def blocks_of_sequence(windows: Sequence[int], max_model_len: int, block_size: int, num_step_tokens: int) -> int:
+    """Return how many KV cache blocks one sequence of the maximum length uses at the same time, in all layer groups.
+
+    `windows` has the window of each layer group, or 0. A group with a window needs blocks for its window, for the
+    `num_step_tokens` tokens of a step, and one more, because the window may begin within a block.
+    """
+    lengths = (
+        min(max_model_len, window + num_step_tokens + block_size) if window else max_model_len for window in windows
+    )
+    return sum(-(-length // block_size) for length in lengths)
 
 
 def count_blocks(*, cache_bytes: int, block_bytes: int, max_num_blocks: int, remedy: str) -> int:

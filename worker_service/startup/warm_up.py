@@ -60,14 +60,16 @@ class TrialRow:
         return -(-self.num_tokens // block_size)
 
 
-def plan_trial(rows: Sequence[TrialRow], block_size: int) -> StepPlan:
+def plan_trial(rows: Sequence[TrialRow], block_size: int, num_groups: int = 1) -> StepPlan:
     """Return a step plan that starts the given sequences in an empty worker and computes their new tokens.
 
-    The sequences use the KV cache blocks from 1 on, each its own blocks.
+    The sequences use the KV cache blocks from 1 on. Each has its own blocks, as many in each of `num_groups` layer
+    groups.
     """
     openings, next_block = [], 1
     for slot, row in enumerate(rows):
-        past_block = next_block + row.num_blocks(block_size)
+        num_blocks = row.num_blocks(block_size)
+        past_block = next_block + num_groups * num_blocks
         openings.append(
             RowOpening(
                 slot=slot,
@@ -80,6 +82,7 @@ def plan_trial(rows: Sequence[TrialRow], block_size: int) -> StepPlan:
                 seed=0,
                 sample_index=0,
                 grammar_id=row.grammar_id,
+                table_lengths=(num_blocks,) * num_groups,
             )
         )
         next_block = past_block
@@ -105,7 +108,7 @@ def warm_up(runner: ModelRunner, grammars: EpochGrammars, tell: Callable[[str], 
     started_at = time.monotonic()
     for index, (name, rows) in enumerate(steps):
         tell(f"compiling kernels: {index} of {len(steps)} ({name})")
-        runner.execute(plan_trial(rows, limits.block_size))
+        runner.execute(plan_trial(rows, limits.block_size, len(limits.windows)))
         runner.table.clear()
     logger.info("compiled the kernels of %d kinds of steps in %.1f s", len(steps), time.monotonic() - started_at)
     if has_grammar:
@@ -161,11 +164,13 @@ def _split(num_tokens: int, limits: TableLimits) -> tuple[TrialRow, ...]:
 
 
 def _max_num_tokens(limits: TableLimits) -> int:
-    """Return the most tokens that a warm-up sequence can have if one KV cache block must remain for another sequence.
+    """Return the most tokens that a warm-up sequence can have if a KV cache block of each layer group must remain for
+    another sequence.
 
     The result is at least 1 and at most the maximum length of a sequence.
     """
-    return max(1, min(limits.max_model_len, (limits.num_device_blocks - 1) * limits.block_size))
+    num_blocks = limits.num_device_blocks // len(limits.windows)  # of a layer group
+    return max(1, min(limits.max_model_len, (num_blocks - 1) * limits.block_size))
 
 
 def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
@@ -174,7 +179,7 @@ def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
     The limits are the number of sequences, KV cache blocks, new tokens, and the length of a sequence. Prompts of a
     bidirectional model are computed whole.
     """
-    num_blocks = sum(row.num_blocks(limits.block_size) for row in rows)
+    num_blocks = len(limits.windows) * sum(row.num_blocks(limits.block_size) for row in rows)
     return (
         len(rows) <= limits.max_num_seqs
         and num_blocks <= limits.num_device_blocks

@@ -28,7 +28,8 @@ typedef struct {
   int64_t block_size, num_local, stride, first, head_step;
 } block_pattern;
 
-// A step's rows over one layer's paged cache. The members are the same for all layers. Strides count elements.
+// A step's rows over one layer's paged cache. The members are the same for all layers. Strides count elements. The block
+// tables and slots of further layer groups follow those of the first, and `of_group` finds them.
 typedef struct {
   const int32_t* query_start_loc;  // [num_rows + 1]
   const int32_t* seq_lens;         // [num_rows]
@@ -140,6 +141,7 @@ typedef struct {
   // Their widths are the widths of `query_norm` and `key_norm`. With `head_dim`, each head gets a layer norm instead.
   tensor sinks;  // ATTEND_PAGED, which reads the stored keys and values: [num_heads] float32
   void *key_cache, *value_cache;
+  int64_t layer_group;  // whose block tables and slots QK_NORM_ROPE_STORE and ATTEND_PAGED use
   int64_t window;  // number of positions that a query attends to, including its own; 0: all positions up to its own
   block_pattern pattern;
 } operation;
@@ -204,15 +206,17 @@ typedef struct {
 
 // The new tokens of a step, concatenated row by row, copied from a table of rows.
 typedef struct {
-  const int32_t *token_ids, *block_tables;  // of slot 0; the next slots follow at the strides
-  int64_t token_stride, block_stride, block_size;
-  int64_t num_rows, max_blocks;
+  // of slot 0; the next slots follow at the strides, and the block tables of the next layer group after all slots
+  const int32_t *token_ids, *block_tables;
+  int64_t token_stride, block_stride, block_size, num_slots, num_groups;
+  int64_t num_rows, num_tokens, max_blocks;
   const int64_t *slots, *starts, *num_new_tokens;  // [num_rows]
   const _Bool* samples;                            // [num_rows]
-  int64_t *flat_token_ids, *positions, *slot_mapping;  // [num_tokens]
+  int64_t *flat_token_ids, *positions, *slot_mapping;  // [num_tokens], [num_tokens], [num_groups, num_tokens]
   // [num_rows]; the first entries are written, one for each sampling row
   int64_t* sampling_indices;
-  int32_t *query_start_loc, *seq_lens, *flat_tables;   // [num_rows + 1], [num_rows], [num_rows, max_blocks]
+  // [num_rows + 1], [num_rows], [num_groups, num_rows, max_blocks]
+  int32_t *query_start_loc, *seq_lens, *flat_tables;
 } table_batch;
 
 // Returns the name of the instruction set that the library is compiled for.

@@ -328,9 +328,18 @@ static void multiply(walk* w, int64_t op, const float* input, float* output) {
   run_tasks(w, op, 0, multiply_task, &p);
 }
 
+// Returns the step with the block tables and slots of an operation's layer group.
+INLINE attention_step of_group(const attention_step* step, const operation* o) {
+  attention_step own = *step;
+  own.block_tables += o->layer_group * step->num_rows * step->max_blocks;
+  own.slot_mapping += o->layer_group * step->num_tokens;
+  return own;
+}
+
 typedef struct {
   const decoding* d;
   const operation* o;
+  attention_step step;
   const float* heads;
   float* queries;
 } turning;
@@ -339,7 +348,7 @@ typedef struct {
 static void turn_task(const void* context, int64_t task, int64_t next) {
   const turning* t = context;
   const operation* o = t->o;
-  const attention_step* step = t->d->step;
+  const attention_step* step = &t->step;
   const int64_t size = step->head_dim, num_turned = step->num_heads + step->num_kv_heads;
   const int64_t num_all = step->num_tokens * num_turned, end = (task + 1) * HEADS_PER_TASK;
   const float *cos = o->rope[0].values, *sin = o->rope[1].values, *growth = o->growth.values;
@@ -396,7 +405,8 @@ static void multiply_routed(walk* w, int64_t op, const float* input, int64_t in_
 }
 
 static void turn(walk* w, int64_t op, const float* input, float* output) {
-  const turning t = {w->d, &w->d->model->operations[op], input, output};
+  const operation* o = &w->d->model->operations[op];
+  const turning t = {w->d, o, of_group(w->d->step, o), input, output};
   run_tasks(w, op, 0, turn_task, &t);
 }
 
@@ -404,7 +414,7 @@ static void attend_tokens(walk* w, int64_t op, const float* input, float* output
   const decoding* d = w->d;
   const operation* o = &d->model->operations[op];
   const work_list* list = &d->works[d->work_of[op]];
-  attention_step step = *d->step;
+  attention_step step = of_group(d->step, o);
   step.window = o->window;
   step.pattern = o->pattern;
   step.sinks = o->sinks.values;

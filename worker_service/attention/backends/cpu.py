@@ -47,11 +47,14 @@ class CpuAttend:
     rows: PagedRows
     scorings: Sequence[Scoring]  # one per layer, without sinks
     kv_cache: Sequence[LayerCache]
+    layer_groups: Sequence[int]  # one per layer
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Compute the attention of one layer and return the output [T, num_heads, head_dim]. See `Attend`."""
         scoring = replace(self.scorings[layer], sinks=sinks)
-        return self.kernels.attend(self.rows, scoring, query, key, value, *self.kv_cache[layer])
+        return self.kernels.attend(
+            self.rows, scoring, query, key, value, *self.kv_cache[layer], self.layer_groups[layer]
+        )
 
 
 class CpuAttention:
@@ -66,6 +69,7 @@ class CpuAttention:
         self._kernels = kernels
         cpu = torch.device("cpu")
         self._scorings = [shape.scoring(reach, cpu) for reach in shape.reaches]  # one per layer
+        self._layer_groups = shape.group_of_layer
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> CpuAttend:
         """Return the attention function of one step for the C kernels, with the step's block tables and lengths.
@@ -77,4 +81,4 @@ class CpuAttention:
 
     def prepare_rows(self, rows: PagedRows, kv_cache: Sequence[LayerCache]) -> CpuAttend:
         """Prepare the attention of one step. `rows` describes its sequences in the layout of the C kernels."""
-        return CpuAttend(self._kernels, rows, self._scorings, kv_cache)
+        return CpuAttend(self._kernels, rows, self._scorings, kv_cache, self._layer_groups)

@@ -8,7 +8,7 @@ A step's rows fall into three kinds. Each kind uses the cheapest method that tor
 - Decoding rows of similar length are padded to one group, then gathered and attended together.
 
 In a layer with a window, a row's positions start at the window of the row's first query. Earlier positions are neither
-gathered nor scored. Layers with the same window share all indices and masks.
+gathered nor scored. Layers of the same layer group and window share all indices and masks.
 
 A gather reads exactly the positions that a row owns. Other content of the cache, NaN included, is never read.
 
@@ -73,21 +73,23 @@ class TorchAttention:
         indices and the attention masks that later chunks and decoding groups need.
         """
         caches = [(TokenRows(keys), TokenRows(values)) for keys, values in kv_cache]
-        reaches = self._shape.reaches
-        windows = sorted({window for window, _ in reaches})
-        steps = [_Step.of(batch, kv_cache[0][0], window, self._shape.dtype) for window in windows]
+        reaches, groups = self._shape.reaches, self._shape.group_of_layer
+        # The layers with the same key share block tables and positions.
+        keys = [(group, window) for group, (window, _) in zip(groups, reaches, strict=True)]
+        cache, dtype = kv_cache[0][0], self._shape.dtype
+        steps = {key: _Step.of(batch, cache, *key, dtype) for key in dict.fromkeys(keys)}
         divide = _whole_prompts if self._shape.is_bidirectional else _causal_parts
-        parts = {step.window: divide(step) for step in steps}
-        block_size = steps[0].block_size
-        written = steps[0].cache_rows(batch.slot_mapping // block_size, batch.slot_mapping % block_size)
+        parts = {key: divide(step) for key, step in steps.items()}
+        block_size, slots = self._shape.block_size, batch.slot_mapping
+        all_written = steps[keys[0]].cache_rows(slots // block_size, slots % block_size)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
             key_rows, value_rows = caches[layer]
-            window, pattern = reaches[layer]
+            (window, pattern), written = reaches[layer], all_written[groups[layer]]
             scoring = replace(self._scoring, window=window, pattern=pattern, sinks=sinks)
             key, value = key_rows.write(written, key), value_rows.write(written, value)
             output = query.new_empty(query.shape)
-            for part in parts[window]:
+            for part in parts[keys[layer]]:
                 output[part.tokens] = part.attend(query, key, value, key_rows, value_rows, scoring)
             return output
 
@@ -277,7 +279,7 @@ _Part = _FirstChunk | _LaterChunk | _DecodeGroup | _WholePrompt
 class _Step:
     """The lengths and block tables of a step's sequences, and the KV cache's layout.
 
-    All layers with the same window size share this object.
+    All layers of the same layer group and window share this object.
     """
 
     num_queries: list[int]  # [S]
@@ -291,7 +293,7 @@ class _Step:
     dtype: torch.dtype  # of queries
 
     @staticmethod
-    def of(batch: AttentionBatch, cache: Tensor, window: int, dtype: torch.dtype) -> "_Step":
+    def of(batch: AttentionBatch, cache: Tensor, group: int, window: int, dtype: torch.dtype) -> "_Step":
         num_queries = [end - start for start, end in pairwise(batch.query_start_loc)]
         starts = [0] * len(num_queries)
         if window:
@@ -302,7 +304,7 @@ class _Step:
             starts=starts,
             lengths=[end - start for end, start in zip(batch.seq_lens, starts, strict=True)],
             window=window,
-            block_tables=batch.block_tables.long(),
+            block_tables=batch.block_tables[group].long(),
             block_size=cache.shape[1],
             block_stride=cache.stride(0) // cache.stride(1),
             dtype=dtype,
