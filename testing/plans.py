@@ -8,6 +8,7 @@ from itertools import chain
 from pagewire.common.wire.messages import RowOpening, SamplingParams, StepPlan
 
 GREEDY = SamplingParams()
+_RETURN_SHARE = 0.3
 
 
 @dataclass
@@ -27,11 +28,19 @@ class Row:
     def num_uncomputed(self) -> int:
         return len(self.prompt) + self.num_planned_outputs - self.num_computed
 
+    def opening(self, slot: int) -> RowOpening:
+        lengths = tuple(map(len, self.tables)) if len(self.tables) > 1 else ()
+        return RowOpening(
+            slot, slot, tuple(self.prompt), len(self.prompt), self.num_computed, tuple(chain(*self.tables)),
+            self.sampling, self.seed, self.sample_index, table_lengths=lengths,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class PlannedStep:
     plan: StepPlan
     sampling_slots: list[int]
+    free_blocks: list[int]  # blocks of rows that no row needs after the step
 
 
 def plan_steps(
@@ -42,90 +51,109 @@ def plan_steps(
     epoch: int = 1,
     windows: Sequence[int] = (0,),
     max_num_seqs: int = 0,
-    seed: int | None = None,
+    rng: random.Random | None = None,
 ) -> list[PlannedStep]:
     """Return the steps. Row i uses slot i from the first step to its last token. Blocks are allocated when needed.
 
-    `windows` has the window of each layer group. With more than one, `max_num_seqs` must be the worker's. With a
-    `seed`, blocks that no row reads any more are reused for any layer group, in random order.
+    Args:
+        windows: the window of each layer group. If there is more than one, `max_num_seqs` must be the worker's.
+        rng: if it is set, blocks that no row needs any more are used again, by rows and layer groups in random order.
+            Rows whose prompt is not yet computed are sometimes released and opened again, without the blocks that
+            their windows have passed.
     """
+    planner = _Planner(rows, block_size, windows, max_num_seqs, rng)
     steps: list[PlannedStep] = []
-    pool = _Blocks(None if seed is None else random.Random(seed))
-    work = dict.fromkeys(range(len(rows)), 0)
-    for row in rows:
-        row.tables = [[] for _ in windows]
-    released: list[int] = []
     while any(row.num_planned_outputs < row.num_outputs for row in rows):
-        budget = max_num_batched_tokens
+        steps.append(planner.step(epoch, len(steps) + 1, max_num_batched_tokens))
+    return steps
+
+
+class _Planner:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        block_size: int,
+        windows: Sequence[int],
+        max_num_seqs: int,
+        rng: random.Random | None,
+    ) -> None:
+        self._rows, self._block_size, self._windows, self._max_num_seqs = rows, block_size, windows, max_num_seqs
+        self._rng = rng
+        self._free: list[int] = []
+        self._next_block = 1
+        self._work = dict.fromkeys(range(len(rows)), 0)
+        self._released: list[int] = []
+        for row in rows:
+            row.tables = [[] for _ in windows]
+
+    def step(self, epoch: int, number: int, budget: int) -> PlannedStep:
         openings, appends, patches, sampling_slots = [], [], [], []
-        for slot, row in enumerate(rows):
+        for slot, row in enumerate(self._rows):
             if row.num_planned_outputs == row.num_outputs:
                 continue
             num_tokens = min(row.num_uncomputed, budget)
             budget -= num_tokens
             end = row.num_computed + num_tokens
-            new = [pool.extend(table, -(-end // block_size)) for table in row.tables]
-            if not steps:
-                openings.append(
-                    RowOpening(
-                        slot, slot, tuple(row.prompt), len(row.prompt), 0, tuple(chain(*new)), row.sampling, row.seed,
-                        row.sample_index, table_lengths=tuple(map(len, new)) if len(new) > 1 else (),
-                    )
-                )  # fmt: skip
+            appended = self._extend(slot, row, end)
+            if number == 1 or self._returns(slot, row):
+                openings.append(row.opening(slot))
             else:
-                appends += [(group * max_num_seqs + slot, block) for group, ids in enumerate(new) for block in ids]
-            if work[slot] != num_tokens:
+                appends += appended
+            if self._work[slot] != num_tokens:
                 patches.append((slot, num_tokens))
-            work[slot] = num_tokens
+            self._work[slot] = num_tokens
             samples = 0 < num_tokens == row.num_uncomputed
             row.num_computed = end
             if samples:
                 sampling_slots.append(slot)
                 row.num_planned_outputs += 1
-                work[slot] = 1
+                self._work[slot] = 1
         plan = StepPlan(
             epoch=epoch,
-            step=len(steps) + 1,
-            released_slots=tuple(released),
+            step=number,
+            released_slots=tuple(self._released),
             openings=tuple(openings),
             append_tables=tuple(table for table, _ in appends),
             append_block_ids=tuple(block for _, block in appends),
             work_slots=tuple(slot for slot, _ in patches),
             work_num_tokens=tuple(num_tokens for _, num_tokens in patches),
         )
-        steps.append(PlannedStep(plan, sampling_slots))
-        for row in rows:
-            for window, table in zip(windows, row.tables, strict=True):
-                pool.free(table, max(0, row.num_computed - window + 1) // block_size if window else 0)
-        released = [slot for slot in sampling_slots if rows[slot].num_planned_outputs == rows[slot].num_outputs]
-    return steps
+        done = [slot for slot in sampling_slots if self._rows[slot].num_planned_outputs == self._rows[slot].num_outputs]
+        self._released = done
+        self._free_passed()
+        return PlannedStep(plan, sampling_slots, [*self._free])
 
+    def _extend(self, slot: int, row: Row, end: int) -> list[tuple[int, int]]:
+        """Allocate the blocks of a row up to a position. Return the appended (table number, block) pairs."""
+        appended = []
+        for group, table in enumerate(row.tables):
+            while len(table) * self._block_size < end:
+                if not self._free or self._rng is None:
+                    self._free.append(self._next_block)
+                    self._next_block += 1
+                table.append(self._free.pop())
+                appended.append((group * self._max_num_seqs + slot, table[-1]))
+        return appended
 
-class _Blocks:
-    """A pool of blocks. Without random numbers, freed blocks are not used again."""
+    def _returns(self, slot: int, row: Row) -> bool:
+        """Decide whether the row is released and opened again. Its tokens are only known until it samples."""
+        if self._rng is None or row.num_planned_outputs or self._rng.random() > _RETURN_SHARE:
+            return False
+        self._released.append(slot)
+        self._work[slot] = 0
+        return True
 
-    def __init__(self, rng: random.Random | None) -> None:
-        self._rng = rng
-        self._free: list[int] = []
-        self._next = 1
-
-    def extend(self, table: list[int], num_blocks: int) -> list[int]:
-        """Append blocks to a table up to this number. Return the new blocks."""
-        new = []
-        while len(table) < num_blocks:
-            if not self._free:
-                self._free.append(self._next)
-                self._next += 1
-            new.append(self._free.pop())
-            table.append(new[-1])
-        return new
-
-    def free(self, table: list[int], num_passed: int) -> None:
-        """Free the first blocks of a table, which its row does not read any more."""
+    def _free_passed(self) -> None:
+        """Free the blocks that the windows of rows have passed, and the blocks of rows that are done."""
+        for row in self._rows:
+            is_done = row.num_planned_outputs == row.num_outputs
+            for window, table in zip(self._windows, row.tables, strict=True):
+                first = max(0, row.num_computed - window + 1) // self._block_size if window else 0
+                num_passed = len(table) if is_done else first
+                self._free += [block for block in table[:num_passed] if block]
+                table[:num_passed] = [0] * num_passed
         if self._rng is not None:
-            self._free += [block for block in table[:num_passed] if block]
             self._rng.shuffle(self._free)
-            table[:num_passed] = [0] * num_passed
 
 
 def num_blocks_needed(rows: Sequence[Row], block_size: int) -> int:

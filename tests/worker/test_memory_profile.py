@@ -82,6 +82,7 @@ def measure(memory: FakeMemory, step: StepSize) -> DeviceMemory:
         max_model_len=1000,
         block_size=16,
         block_bytes=BLOCK_BYTES,
+        num_groups=2,
         staging_bytes=32 * MIB,
     )
 

@@ -55,7 +55,14 @@ def generate(worker: LoadedWorker, rows: Sequence[Row], budget: int) -> list[lis
     """Return each row's output tokens."""
     worker.runner.reset(1)
     outputs: list[list[int]] = [[] for _ in rows]
-    steps = plan_steps(rows, block_size=worker.ready.block_size, max_num_batched_tokens=budget)
+    ready = worker.ready
+    steps = plan_steps(
+        rows,
+        block_size=ready.block_size,
+        max_num_batched_tokens=budget,
+        windows=ready.windows,
+        max_num_seqs=ready.max_num_seqs,
+    )
     for step in steps:
         result = worker.runner.execute(step.plan)
         assert result.statuses == ()
@@ -477,7 +484,7 @@ def test_blocks_out_of_the_window_are_never_read(
         for slot, token_id in zip(step.sampling_slots, result.token_ids, strict=True):
             outputs[slot].append(token_id)
         for slot in table.occupied.nonzero()[0]:
-            first = table.limits.first_block(int(table.num_computed_tokens[slot]))
+            first = table.limits.first_block(int(table.num_computed_tokens[slot]), window)
             storage[table.block_tables[slot, :first]] = float("nan")
             num_poisoned += first
         storage[0] = 0

@@ -162,6 +162,7 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
             "weight_bytes",
             "backend",
             "shape",
+            "windows",
             "streams",
             "kernels",
             "digest",

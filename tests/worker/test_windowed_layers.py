@@ -1,0 +1,127 @@
+"""Models whose layers are in several layer groups: windows are shorter than sequences, and freed blocks are reused."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire.common.wire.messages import Logprobs, SamplingParams, StepPlan
+from pagewire.network.layer_groups import LayerGroup
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
+from testing.plans import Row, plan_steps
+from testing.seeds import seeded
+from testing.worker.model_logits import use_kernels
+from tests.worker.runners import load
+from worker_service.engine import LoadedWorker
+from worker_service.startup import loader
+
+pytestmark = pytest.mark.one_of_each
+
+# Options of the checkpoint, and the number of layers of each group.
+FAMILIES: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "gpt_oss": ({"num_hidden_layers": 4}, [2, 2]),
+    "gemma2": ({}, [1, 1]),
+    "gemma3_text": ({"num_hidden_layers": 12}, [2, 2, 2, 2, 2, 2]),
+    "cohere2": ({}, [1, 1, 1, 1]),
+    "olmo3": ({"num_hidden_layers": 8}, [2, 2, 2, 2]),
+    "exaone4": ({"num_hidden_layers": 8}, [2, 2, 2, 2]),
+    "mistral": ({}, [2]),
+}
+LENGTHS = (1, 5, 45, 70, 20)
+PLANS = [(4, 7), (8, 13), (16, 64)]  # block size and budget
+
+
+def compute(
+    worker: LoadedWorker, rows: Sequence[Row], budget: int, seed: int
+) -> tuple[list[list[int]], list[Logprobs]]:
+    """Return the output tokens of each row, and the log probabilities of each step.
+
+    Blocks that no row needs any more are filled with NaN before they are used again.
+    """
+    worker.runner.reset(1)
+    ready, storage = worker.ready, worker.runner._cache.storage.view(torch.uint8)
+    storage[1:] = 0xFF
+    steps = plan_steps(
+        rows,
+        block_size=ready.block_size,
+        max_num_batched_tokens=budget,
+        windows=ready.windows,
+        max_num_seqs=ready.max_num_seqs,
+        rng=seeded(seed),
+    )
+    outputs: list[list[int]] = [[] for _ in rows]
+    logprobs = []
+    for step in steps:
+        result = worker.runner.execute(step.plan)
+        assert result.statuses == ()
+        for slot, token_id in zip(step.sampling_slots, result.token_ids, strict=True):
+            outputs[slot].append(token_id)
+        logprobs.append(result.logprobs)
+        storage[step.free_blocks] = 0xFF
+    assert not storage[0].any()
+    assert len({block for step in steps for block in step.plan.append_block_ids}) < sum(
+        len(step.plan.append_block_ids) for step in steps
+    ), "blocks are reused"
+    return outputs, logprobs
+
+
+@pytest.mark.parametrize("kernels", ["require", "off"])
+@pytest.mark.parametrize(("block_size", "budget"), PLANS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers_while_blocks_are_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, block_size: int, budget: int, kernels: str
+) -> None:
+    use_kernels(monkeypatch, kernels)
+    overrides, sizes = FAMILIES[family]
+    path = make_checkpoint(tmp_path, family, seed=27, **overrides)
+    worker = load(path, block_size=block_size)
+    assert [group.num_layers for group in worker.ready.layer_groups] == sizes
+    prompts = oracle.random_prompts(27, worker.ready.vocab_size, LENGTHS)
+    outputs, _ = compute(worker, [Row(prompt, 30) for prompt in prompts], budget, seed=block_size)
+    model = oracle.load(path)
+    assert outputs == [oracle.greedy(model, prompt, 30) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kernels", ["require", "off"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "olmo3"])
+def test_groups_do_not_change_a_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, cache_dtype: str, kernels: str
+) -> None:
+    use_kernels(monkeypatch, kernels)
+    overrides, sizes = FAMILIES[family]
+    path = make_checkpoint(tmp_path, family, seed=28, **overrides)
+    prompts = oracle.random_prompts(28, 151, LENGTHS)
+    found = []
+    for _ in range(2):
+        worker = load(path, block_size=8, kv_cache_dtype=cache_dtype)
+        rows = [Row(prompt, 30, SamplingParams(num_logprobs=5)) for prompt in prompts]
+        found.append(compute(worker, rows, 13, seed=3))
+        monkeypatch.setattr(
+            loader, "layer_groups", lambda layers, *_, **__: (LayerGroup(0, tuple(range(len(layers)))),)
+        )
+    assert len(sizes) > 1 == len(worker.ready.layer_groups)
+    assert found[0] == found[1]
+    assert sum(len(logprobs.chosen) for logprobs in found[0][1]) == 30 * len(prompts)
+
+
+def test_a_failed_row_leaves_nan_in_the_blocks_of_all_groups(tmp_path: Path) -> None:
+    worker = load(make_checkpoint(tmp_path, "gemma2", seed=29), block_size=8)
+    runner, cache = worker.runner, worker.runner._cache
+    cache.storage.zero_()
+    [planned] = plan_steps(
+        [Row(range(20), 1)], block_size=8, max_num_batched_tokens=64, windows=(0, 20),
+        max_num_seqs=worker.ready.max_num_seqs,
+    )  # fmt: skip
+    runner._give_up(runner.table.apply(planned.plan))
+    [opening] = planned.plan.openings
+    for (keys, values), layer in zip(cache.layers, range(2), strict=True):
+        [table] = [opening.block_tables[group] for group, ids in enumerate(cache.shape.groups) if layer in ids]
+        spoilt = keys.isnan().all(-1).all(-1) & values.isnan().all(-1).all(-1)
+        assert spoilt[list(table)].flatten().tolist() == [True] * 20 + [False] * 4
+        assert spoilt.sum() == keys.isnan().any(-1).any(-1).sum() == 20
+    again = StepPlan(1, 2)
+    assert runner.execute(again).statuses != ()
