@@ -1,7 +1,8 @@
 """Send random requests to real services with small caches, and spell random texts in grammars.
 
 Each request's outputs over gRPC or HTTP are compared with its outputs when it runs alone. `python -m tests.fuzz
---minutes 30`, `python -m tests.fuzz --seed SEED --rounds 1`.
+--minutes 30`, `python -m tests.fuzz --seed SEED --rounds 1`, `python -m tests.fuzz --family llama,gpt_oss --memory 0.33
+--kills 20`.
 """
 
 import argparse
@@ -9,31 +10,63 @@ import asyncio
 import secrets
 import sys
 import time
+from dataclasses import replace
 
-from tests.fuzz.fuzz_round import Report, run_round
+from tests.fuzz.fuzz_round import run_round
 from tests.fuzz.random_spelling import spell_randomly
+from tests.fuzz.report import Report
+from tests.fuzz.setting import Setting, parse_count, parse_families_of_checkpoints, parse_memory
+
+MAX_KILLS = 4  # in a round, if the number of rounds is not given
 
 
-async def main() -> int:
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="for how long to begin rounds (default 30)")
     parser.add_argument("--rounds", type=int, help="how many rounds at most (default: as many as there is time for)")
     parser.add_argument("--seed", type=int, help="of the first round; those of others follow (default: drawn)")
     parser.add_argument("--requests", type=int, default=80, help="how many a round sends (default 80)")
-    arguments = parser.parse_args()
+    families = "families of random models, in float32, separated by commas (default: three kinds of models)"
+    parser.add_argument("--family", type=parse_families_of_checkpoints, default=(), help=families)
+    memory = "the size of the KV cache, as a share of what the requests in flight need (default: drawn)"
+    parser.add_argument("--memory", type=parse_memory, default=0.0, help=memory)
+    kills = "how often to kill the worker while it runs requests; rounds go on until all kills are done (default 0)"
+    parser.add_argument("--kills", type=parse_count, default=0, help=kills)
+    return parser
+
+
+def num_kills_of_round(num_left: int, num_rounds_left: int | None) -> int:
+    """Return how often to kill the worker in the next round. `num_rounds_left`: None if it is not limited."""
+    return min(num_left, MAX_KILLS) if num_rounds_left is None else -(-num_left // num_rounds_left)
+
+
+async def main() -> int:
+    arguments = parser().parse_args()
     first = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
-    ends_at, total = time.monotonic() + 60 * arguments.minutes, Report(first)
-    while time.monotonic() < ends_at and total.num_rounds != arguments.rounds:
+    setting = Setting(arguments.family, arguments.memory)
+    started, total = time.monotonic(), Report(first)
+
+    def may_begin() -> bool:
+        is_early = time.monotonic() < started + 60 * arguments.minutes
+        return total.num_rounds != arguments.rounds and (is_early or total.num_kills < arguments.kills)
+
+    while may_begin():
         seed = first + total.num_rounds
-        print(f"seed {seed}", flush=True)
-        report = await run_round(seed, arguments.requests)
+        num_rounds_left = arguments.rounds and arguments.rounds - total.num_rounds
+        num_kills = num_kills_of_round(arguments.kills - total.num_kills, num_rounds_left)
+        own = replace(setting, num_kills=num_kills)
+        print(f"seed {seed}, after {time.monotonic() - started:.0f} s", flush=True)
+        report = await run_round(seed, arguments.requests, own)
         report.num_spelled, faults = spell_randomly(seed)
         report.faults += faults
         print(f"    {report}", flush=True)
+        command = f"python -m tests.fuzz --seed {seed} --rounds 1 --requests {arguments.requests}{own.flags}"
         for fault in report.faults:
-            print(f"    {fault}\n    python -m tests.fuzz --seed {seed} --rounds 1 --requests {arguments.requests}")
+            print(f"    {fault}\n    {command}", flush=True)
         total += report
-    print(f"in all {total.num_rounds} rounds from seed {first} on: {total}")
+    result = "not equal" if total.faults else "no token differs"
+    print(f"in all {total.num_rounds} rounds from seed {first} on: {total}: {result}")
     return 1 if total.faults else 0
 
 

@@ -33,6 +33,7 @@ class Company:
         self._progress = Progress()  # of all requests together
         self.received = [Received() for _ in requests]
         self.is_interrupted = [False] * len(requests)
+        self._ended = [asyncio.Event() for _ in requests]
 
     async def run(self) -> None:
         """Return when all requests have ended in some way."""
@@ -45,6 +46,8 @@ class Company:
 
     async def _one(self, number: int) -> None:
         request, own = self._requests[number], Progress()
+        if request.follows is not None:
+            await self._ended[request.follows].wait()
         progress = self._progress if request.is_embedding else own
         async with self._places:
             running = asyncio.create_task(self._receive(number, own))
@@ -56,6 +59,7 @@ class Company:
             await asyncio.wait({running})
             with contextlib.suppress(asyncio.CancelledError):
                 running.result()
+        self._ended[number].set()
 
     async def _interrupt(self, number: int, running: asyncio.Task[None]) -> None:
         fate = self._requests[number].fate

@@ -1,8 +1,8 @@
 """Random requests of every kind, and their fates while they run, all drawn from a seed."""
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -60,6 +60,8 @@ class DrawnRequest:
         after: the number of its tokens after which the fate occurs; of the whole round's tokens if it has none.
         timeout: of a request that expires, in seconds.
         way: how it is sent beside other requests. Alone it is sent over gRPC.
+        follows: the number of the request whose conversation it continues, or None. Its prompt then begins with the
+            prompt and the output of that request: see `after_turn`.
     """
 
     arguments: dict[str, Any]
@@ -68,12 +70,46 @@ class DrawnRequest:
     after: int
     timeout: float
     way: Way
+    follows: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """The number of samples or beams that run."""
+        options = {} if self.is_embedding else self.arguments["sampling"].options
+        return options.get("beam_width") or options.get("n", 1)
+
+    def after_turn(self, previous: "DrawnRequest", token_ids: list[int]) -> "DrawnRequest":
+        """Return this request with a prompt that begins with the previous turn, whose output is `token_ids`."""
+        prompt = [*previous.arguments["prompt_token_ids"], *token_ids, *self.arguments["prompt_token_ids"]]
+        return replace(self, arguments={**self.arguments, "prompt_token_ids": prompt})
 
 
 def draw_requests(rng: random.Random, num_requests: int) -> list[DrawnRequest]:
     """Return the requests of one round. Many share the beginning of their prompts."""
     stems = [[rng.randrange(SPECIAL, VOCAB_SIZE) for _ in range(64)] for _ in range(3)]
     return [_draw_request(rng, stems) for _ in range(num_requests)]
+
+
+def draw_turns(rng: random.Random, requests: Sequence[DrawnRequest]) -> list[DrawnRequest]:
+    """Return requests that continue the conversations of some of `requests`. They are numbered after these."""
+    turns: list[DrawnRequest] = []
+    for number, request in enumerate(requests):
+        is_whole = request.num_rows == 1 and not request.is_embedding and request.fate in ("stays", "detached")
+        if not is_whole or "prompt_token_ids" not in request.arguments or rng.random() < 0.5:
+            continue
+        for _ in range(rng.choice((1, 1, 2))):
+            turns.append(_draw_turn(rng, request, number))
+            number = len(requests) + len(turns) - 1
+    return turns
+
+
+def _draw_turn(rng: random.Random, request: DrawnRequest, follows: int) -> DrawnRequest:
+    sampling = SamplingParams(
+        temperature=rng.choice((0, 0.7)), seed=rng.getrandbits(64), max_tokens=rng.randint(1, 30), ignore_eos=True
+    )
+    own = [rng.randrange(SPECIAL, VOCAB_SIZE) for _ in range(rng.choice((1, 5, 20)))]
+    arguments = {**request.arguments, "prompt_token_ids": own, "sampling": sampling}
+    return DrawnRequest(arguments, False, "stays", 0, 0.0, _draw_way(arguments, "stays"), follows)
 
 
 def _draw_request(rng: random.Random, stems: list[list[int]]) -> DrawnRequest:

@@ -1,12 +1,12 @@
 """A round: requests and services drawn from a seed, and the outputs of each request alone and beside the others."""
 
 import asyncio
+import contextlib
 import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +16,29 @@ from pagewire.hosting.supervisor import free_port
 from testing.forked import LoggingStart
 from testing.services import HOST, Service, Start, System, running
 from testing.serving.over_http import as_over_http
-from testing.serving.received import Received
+from testing.serving.received import Received, Sample
 from tests.fuzz.company import Company, outputs_of
-from tests.fuzz.drawn_request import VOCAB_SIZE, DrawnRequest, Way, draw_requests
+from tests.fuzz.drawn_request import VOCAB_SIZE, DrawnRequest, Way, draw_requests, draw_turns
+from tests.fuzz.killer import Killer
+from tests.fuzz.memory import CacheShape, Lengths
+from tests.fuzz.report import Report
+from tests.fuzz.setting import Setting
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 FLOAT32 = ["--dtype", "float32", "--log-level", "error"]
 CALM = {"worker": [*FLOAT32, "--num-threads", 1], "scheduler": ["--no-enable-prefix-caching", "--pipeline-depth", 1]}
 END = 0  # the tokenizer's end token
 REST_S = 60.0  # seconds within which a server must become idle once its clients have gone
+FAMILIES = ("bundled", "mistral", "qwen2_moe")
+DEFAULT = Setting()
+MAX_ROWS = 64
+MAX_RUNS_WITHOUT_KILLS = 3
 NUM_AGAIN = 3  # requests that are repeated at the end
 
 
-@dataclass(slots=True)
-class Report:
-    """The findings of rounds, and counts of the tried cases."""
-
-    seed: int
-    num_rounds: int = 0
-    num_requests: int = 0
-    num_over_http: int = 0
-    num_interrupted: int = 0
-    num_refused: int = 0
-    num_tokens: int = 0
-    num_preemptions: int = 0
-    num_cached_tokens: int = 0
-    num_spelled: int = 0
-    faults: list[str] = field(default_factory=list)
-
-    def __iadd__(self, other: "Report") -> "Report":
-        for each in fields(Report):
-            if each.name != "seed":
-                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-        return self
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_requests} requests, {self.num_over_http} of them over HTTP, {self.num_interrupted} interrupted "
-            f"and {self.num_refused} refused, {self.num_tokens} tokens, {self.num_preemptions} preemptions, "
-            f"{self.num_cached_tokens} tokens of prompts from the cache; {self.num_spelled} texts spelled; "
-            f"{len(self.faults)} faults"
-        )
-
-
-def draw_model(seed: int, folder: Path) -> Path:
-    """Return the bundled model, or a random model with its tokenizer and either a sliding window or experts."""
-    family = random.Random(f"model {seed}").choice(("bundled", "mistral", "qwen2_moe"))
+def draw_model(seed: int, folder: Path, families: Sequence[str]) -> Path:
+    """Return the bundled model, or a random model of one of `families` with the bundled tokenizer."""
+    family = random.Random(f"model {seed}").choice(families)
     if family == "bundled":
         return STORYTELLER
     from testing.checkpoints.families import make_checkpoint  # with torch, like the services
@@ -88,26 +65,67 @@ def draw_flags(rng: random.Random) -> dict[str, list[Any]]:
     return {"worker": worker, "scheduler": scheduler}
 
 
-async def run_round(seed: int, num_requests: int) -> Report:
+async def run_round(seed: int, num_requests: int, setting: Setting = DEFAULT) -> Report:
     """Run the round of a seed and return its report.
 
     All rounds of a process must use one event loop: gRPC may call into the loop of an earlier round, which must not be
     closed.
     """
-    rng, report = random.Random(seed), Report(seed, 1, num_requests)
+    rng, report = random.Random(seed), Report(seed, 1)
     flags, requests = draw_flags(rng), draw_requests(rng, num_requests)
     num_at_once = rng.choice((12, 40))
+    requests += draw_turns(random.Random(f"turns {seed}"), requests)
+    report.num_requests = len(requests)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: report.faults.append(f"asyncio: {context}"))
     with tempfile.TemporaryDirectory() as folder:
-        model, start = draw_model(seed, Path(folder)), LoggingStart(Path(folder))
+        model = draw_model(seed, Path(folder), setting.families or FAMILIES)
+        start = LoggingStart(Path(folder))
         with running(model, start=start, **CALM) as calm:
-            alone = await _alone(calm.url, requests)
+            requests, alone = await _alone(calm.url, requests)
+            if setting.families or setting.memory:
+                tight = await _tight_flags(calm.url, seed, setting, requests, alone, num_at_once)
+                flags = {service: flags[service] + tight[service] for service in flags}
         with running(model, start=start, **flags) as system, _front_end(model, system, start) as http_url:
-            await _together(system, http_url, requests, num_at_once, alone, report)
+            round_ = _Round(system, http_url, requests, alone, num_at_once, report)
+            await round_.run(setting)
         report.faults += [f"logged: {line}" for line in start.lines()]
     loop.set_exception_handler(None)
     return report
+
+
+async def _tight_flags(
+    url: str,
+    seed: int,
+    setting: Setting,
+    requests: Sequence[DrawnRequest],
+    alone: Sequence[Received],
+    num_at_once: int,
+) -> dict[str, list[Any]]:
+    """Return flags with which prompts take several steps, and with which the pool has the share of the setting.
+
+    They follow the drawn flags, and replace some of these.
+    """
+    rng = random.Random(f"tight {seed}")
+    block_size, chunk = rng.choice((4, 8, 16)), rng.choice((16, 48))
+    worker: list[Any] = ["--block-size", block_size, "--max-num-batched-tokens", chunk, "--max-num-seqs", MAX_ROWS]
+    if not setting.memory:
+        return {"worker": worker, "scheduler": []}
+    async with AsyncClient(url) as client:
+        info = (await client.info()).worker
+        prompts = [request.arguments.get("prompt_token_ids") for request in requests]
+        prompts = [
+            await client.tokenize(request.arguments["prompt"]) if prompt is None else prompt
+            for request, prompt in zip(requests, prompts, strict=True)
+        ]
+    assert info is not None
+    shape = CacheShape(block_size, info.layer_group_windows or (info.sliding_window,), chunk, min(chunk, MAX_ROWS))
+    lengths = [Lengths.of(*each) for each in zip(requests, map(len, prompts), alone, strict=True)]
+    num_blocks = shape.num_device_blocks(lengths, num_at_once, setting.memory)
+    num_needed = shape.num_needed(lengths, num_at_once)
+    print(f"    {num_blocks} blocks for requests that need {num_needed} at once", flush=True)
+    worker += ["--num-device-blocks", num_blocks, "--num-host-blocks", max(1, num_blocks // 4)]
+    return {"worker": worker, "scheduler": ["--preemption", "swap"]}
 
 
 @contextmanager
@@ -123,9 +141,18 @@ def _front_end(model: Path, system: System, start: Start) -> Iterator[str]:
         front_end.stop()
 
 
-async def _alone(url: str, requests: Sequence[DrawnRequest]) -> list[Received]:
+async def _alone(url: str, requests: Sequence[DrawnRequest]) -> tuple[list[DrawnRequest], list[Received]]:
+    """Run each request alone. Return the requests, whose prompts contain all earlier turns, and their outputs."""
+    whole: list[DrawnRequest] = []
+    alone: list[Received] = []
     async with AsyncClient(url) as client:
-        return [await _receive(client, request) for request in requests]
+        for request in requests:
+            if request.follows is not None:
+                previous = alone[request.follows].samples.get(0, Sample())
+                request = request.after_turn(whole[request.follows], previous.token_ids)
+            whole.append(request)
+            alone.append(await _receive(client, request))
+    return whole, alone
 
 
 async def _receive(client: AsyncClient, request: DrawnRequest) -> Received:
@@ -138,55 +165,92 @@ async def _receive(client: AsyncClient, request: DrawnRequest) -> Received:
     return received
 
 
-async def _together(
-    system: System,
-    http_url: str,
-    requests: Sequence[DrawnRequest],
-    num_at_once: int,
-    alone: Sequence[Received],
-    report: Report,
-) -> None:
-    """Send all requests at once, and report differing outputs."""
-    company = Company(system.url, http_url, requests, num_at_once)
-    await company.run()
-    report.num_over_http = sum(request.way is not Way.GRPC for request in requests)
-    report.num_interrupted = sum(company.is_interrupted)
-    report.num_refused = sum(received.error is not None for received in alone)
-    report.num_tokens = sum(received.num_tokens for received in company.received)
-    for number, (calm, wild) in enumerate(zip(alone, company.received, strict=True)):
-        if requests[number].way is not Way.GRPC:
-            calm = as_over_http(calm, requests[number].arguments)
-        if not (wild.begins(calm) if company.is_interrupted[number] else wild == calm):
-            report.faults.append(_difference(number, requests[number], calm, wild))
-    async with AsyncClient(system.url) as client:
-        await _rest(client, report)
-        for number in range(min(NUM_AGAIN, len(requests))):
-            again = await _receive(client, requests[number])
-            if again != alone[number]:
-                report.faults.append("again, " + _difference(number, requests[number], alone[number], again))
+class _Round:
+    """The requests of a round, which run at the same time on one system, and the expected outputs."""
 
+    def __init__(
+        self,
+        system: System,
+        http_url: str,
+        requests: Sequence[DrawnRequest],
+        alone: Sequence[Received],
+        num_at_once: int,
+        report: Report,
+    ) -> None:
+        self._system, self._http_url = system, http_url
+        self._requests, self._alone, self._num_at_once, self._report = requests, alone, num_at_once, report
 
-async def _rest(client: AsyncClient, report: Report) -> None:
-    """Wait until no request runs, waits or owns blocks."""
-    try:
-        async with asyncio.timeout(REST_S):
-            while True:
-                loads = await client.loads()
-                gauges = {
-                    "running": loads.num_running,
-                    "waiting": loads.num_waiting,
-                    "swapped": loads.num_swapped,
-                    "held blocks": loads.num_held_blocks,
-                    "held host blocks": loads.num_held_host_blocks,
-                }
-                if not any(gauges.values()):
-                    break
-                await asyncio.sleep(0.02)  # the server is another process
-    except TimeoutError:
-        report.faults.append(f"the server does not come to rest: {gauges}")
-    if loads.num_worker_losses:
-        report.faults.append(f"the worker was lost {loads.num_worker_losses} times")
-    report.num_preemptions, report.num_cached_tokens = loads.num_preemptions, loads.num_cached_prompt_tokens
+    async def run(self, setting: Setting) -> None:
+        """Run all requests, and report differing outputs. Repeat them until the worker was killed often enough."""
+        seed, report = self._report.seed, self._report
+        killer = Killer(self._system, random.Random(f"kills {seed}"), f"seed {seed}")
+        killing = asyncio.create_task(killer.kill(setting.num_kills))
+        num_runs_without_kills = 0
+        while True:
+            num_before = killer.num_kills
+            await self._run_once()
+            if killing.done() or report.faults:
+                break
+            num_runs_without_kills = num_runs_without_kills + 1 if killer.num_kills == num_before else 0
+            if num_runs_without_kills == MAX_RUNS_WITHOUT_KILLS:
+                report.faults.append(f"no kill in {MAX_RUNS_WITHOUT_KILLS} runs, because too few requests ran at once")
+                break
+        if not killing.done():
+            killing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await killing
+        report.num_kills = killer.num_kills
+        async with AsyncClient(self._system.url) as client:
+            await self._rest(client)
+            for number in range(min(NUM_AGAIN, len(self._requests))):
+                again = await _receive(client, self._requests[number])
+                if again != self._alone[number]:
+                    difference = _difference(number, self._requests[number], self._alone[number], again)
+                    report.faults.append(f"again, {difference}")
+        if 0 < setting.memory < 1:
+            counts = {"preemption": report.num_preemptions, "swap": report.num_swaps}
+            missing = [name for name, count in counts.items() if not count]
+            report.faults += [f"the share of memory {setting.memory:g} caused no {name}" for name in missing]
+
+    async def _run_once(self) -> None:
+        company = Company(self._system.url, self._http_url, self._requests, self._num_at_once)
+        await company.run()
+        report = self._report
+        report.num_over_http = sum(request.way is not Way.GRPC for request in self._requests)
+        report.num_interrupted += sum(company.is_interrupted)
+        report.num_refused = sum(received.error is not None for received in self._alone)
+        report.num_tokens += sum(received.num_tokens for received in company.received)
+        for number, (calm, wild) in enumerate(zip(self._alone, company.received, strict=True)):
+            request = self._requests[number]
+            if request.way is not Way.GRPC:
+                calm = as_over_http(calm, request.arguments)
+            if not (wild.begins(calm) if company.is_interrupted[number] else wild == calm):
+                report.faults.append(_difference(number, request, calm, wild))
+
+    async def _rest(self, client: AsyncClient) -> None:
+        """Wait until no request runs, waits or owns blocks."""
+        report = self._report
+        try:
+            async with asyncio.timeout(REST_S):
+                while True:
+                    loads = await client.loads()
+                    gauges = {
+                        "running": loads.num_running,
+                        "waiting": loads.num_waiting,
+                        "swapped": loads.num_swapped,
+                        "held blocks": loads.num_held_blocks,
+                        "held host blocks": loads.num_held_host_blocks,
+                    }
+                    if not any(gauges.values()):
+                        break
+                    await asyncio.sleep(0.02)  # the server is another process
+        except TimeoutError:
+            report.faults.append(f"the server does not come to rest: {gauges}")
+        if loads.num_worker_losses != report.num_kills:
+            report.faults.append(f"the worker was lost {loads.num_worker_losses} times and killed {report.num_kills}")
+        report.num_preemptions, report.num_swaps = loads.num_preemptions, loads.num_swap_preemptions
+        report.num_moved_blocks = loads.num_moved_blocks_out + loads.num_moved_blocks_in
+        report.num_cached_tokens = loads.num_cached_prompt_tokens
 
 
 def _difference(number: int, request: DrawnRequest, calm: Received, wild: Received) -> str:
