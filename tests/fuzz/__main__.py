@@ -11,6 +11,7 @@ import secrets
 import sys
 import time
 from dataclasses import replace
+from typing import NoReturn
 
 from tests.fuzz.fuzz_round import run_round
 from tests.fuzz.random_spelling import spell_randomly
@@ -20,9 +21,16 @@ from tests.fuzz.setting import Setting, parse_count, parse_families_of_checkpoin
 MAX_KILLS = 4  # in a round, if the number of rounds is not given
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports an invalid argument in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser = _Parser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="for how long to begin rounds (default 30)")
     parser.add_argument("--rounds", type=int, help="how many rounds at most (default: as many as there is time for)")
     parser.add_argument("--seed", type=int, help="of the first round; those of others follow (default: drawn)")
@@ -65,6 +73,11 @@ async def main() -> int:
         for fault in report.faults:
             print(f"    {fault}\n    {command}", flush=True)
         total += report
+    if 0 < setting.memory < 1 and (unused := total.unused()):
+        total.faults.append(f"the share of memory {setting.memory:g} caused no {', no '.join(unused)}")
+        own = replace(setting, num_kills=arguments.kills)
+        command = f"--seed {first} --rounds {total.num_rounds} --requests {arguments.requests}{own.flags}"
+        print(f"    {total.faults[-1]}\n    python -m tests.fuzz {command}", flush=True)
     result = "not equal" if total.faults else "no token differs"
     print(f"in all {total.num_rounds} rounds from seed {first} on: {total}: {result}")
     return 1 if total.faults else 0

@@ -103,6 +103,18 @@ def draw_turns(rng: random.Random, requests: Sequence[DrawnRequest]) -> list[Dra
     return turns
 
 
+def lengthened(rng: random.Random, requests: Sequence[DrawnRequest]) -> list[DrawnRequest]:
+    """Return the requests. Most of those with one row have longer outputs, up to the limit that a small pool sets."""
+
+    def longer(request: DrawnRequest) -> DrawnRequest:
+        if request.is_embedding or request.num_rows > 1 or request.follows is not None or rng.random() < 0.2:
+            return request
+        sampling = replace(request.arguments["sampling"], max_tokens=rng.randint(60, 120), ignore_eos=True)
+        return replace(request, arguments={**request.arguments, "sampling": sampling})
+
+    return [longer(request) for request in requests]
+
+
 def _draw_turn(rng: random.Random, request: DrawnRequest, follows: int) -> DrawnRequest:
     sampling = SamplingParams(
         temperature=rng.choice((0, 0.7)), seed=rng.getrandbits(64), max_tokens=rng.randint(1, 30), ignore_eos=True

@@ -28,6 +28,11 @@ class Report:
                 setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
         return self
 
+    def unused(self) -> list[str]:
+        """Return which consequences of a small cache have never happened."""
+        counts = {"preemption": self.num_preemptions, "swap": self.num_swaps}
+        return [name for name, count in counts.items() if not count]
+
     def __str__(self) -> str:
         return (
             f"{self.num_requests} requests, {self.num_over_http} of them over HTTP, {self.num_interrupted} interrupted "

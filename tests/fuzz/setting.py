@@ -23,6 +23,11 @@ class Setting:
     num_kills: int = 0
 
     @property
+    def is_tight(self) -> bool:
+        """Whether requests are long compared with the steps of the worker."""
+        return bool(self.families or self.memory)
+
+    @property
     def flags(self) -> str:
         """The flags of `python -m tests.fuzz` that select these settings for one round."""
         families = f" --family {','.join(self.families)}" if self.families else ""
