@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=80, help="how many a round sends (default 80)")
     families = "families of random models, in float32, separated by commas (default: three kinds of models)"
     parser.add_argument("--family", type=parse_families_of_checkpoints, default=(), help=families)
-    memory = "the size of the KV cache, as a share of what the requests in flight need (default: drawn)"
+    memory = "the size of the KV cache, as a share of what the requests in flight need (default: all with --family, else drawn)"
     parser.add_argument("--memory", type=parse_memory, default=0.0, help=memory)
     kills = "how often to kill the worker while it runs requests; rounds go on until all kills are done (default 0)"
     parser.add_argument("--kills", type=parse_count, default=0, help=kills)
@@ -78,7 +78,7 @@ async def main() -> int:
         own = replace(setting, num_kills=arguments.kills)
         command = f"--seed {first} --rounds {total.num_rounds} --requests {arguments.requests}{own.flags}"
         print(f"    {total.faults[-1]}\n    python -m tests.fuzz {command}", flush=True)
-    result = "not equal" if total.faults else "no token differs"
+    result = "see above" if total.faults else "no token differs"
     print(f"in all {total.num_rounds} rounds from seed {first} on: {total}: {result}")
     return 1 if total.faults else 0
 

@@ -31,14 +31,15 @@ END = 0  # the tokenizer's end token
 REST_S = 60.0  # seconds within which a server must become idle once its clients have gone
 FAMILIES = ("bundled", "mistral", "qwen2_moe")
 DEFAULT = Setting()
-MAX_ROWS = 64
-MAX_RUNS_WITHOUT_KILLS = 3
+MAX_ROWS = 64  # of a worker with a pool of a computed size
+MAX_IDLE_RUNS = 3  # runs of all requests during which no moment for a kill was found
 NUM_AGAIN = 3  # requests that are repeated at the end
 
 
 def draw_model(seed: int, folder: Path, families: Sequence[str]) -> Path:
     """Return the bundled model, or a random model of one of `families` with the bundled tokenizer."""
     family = random.Random(f"model {seed}").choice(families)
+    print(f"    {family}", flush=True)
     if family == "bundled":
         return STORYTELLER
     import transformers  # with torch, like the services
@@ -87,50 +88,53 @@ async def run_round(seed: int, num_requests: int, setting: Setting = DEFAULT) ->
         model = draw_model(seed, Path(folder), setting.families or FAMILIES)
         start = LoggingStart(Path(folder))
         with running(model, start=start, **CALM) as calm:
-            requests, alone = await _alone(calm.url, requests)
-            if setting.is_tight:
-                tight = await _tight_flags(calm.url, seed, setting, requests, alone, num_at_once)
-                flags = {service: flags[service] + tight[service] for service in flags}
+            async with AsyncClient(calm.url) as client:
+                requests, alone = await _alone(client, requests)
+                if setting.is_tight:
+                    tight = await _tight_flags(client, seed, setting.memory, requests, alone, num_at_once)
+                    flags = {service: flags[service] + tight[service] for service in flags}
         with running(model, start=start, **flags) as system, _front_end(model, system, start) as http_url:
-            round_ = _Round(system, http_url, requests, alone, num_at_once, report)
-            await round_.run(setting)
+            await _Round(system, http_url, requests, alone, num_at_once, report).run(setting.num_kills)
         report.faults += [f"logged: {line}" for line in start.lines()]
     loop.set_exception_handler(None)
     return report
 
 
 async def _tight_flags(
-    url: str,
+    client: AsyncClient,
     seed: int,
-    setting: Setting,
+    memory: float,
     requests: Sequence[DrawnRequest],
     alone: Sequence[Received],
     num_at_once: int,
 ) -> dict[str, list[Any]]:
-    """Return flags with which prompts take several steps, and with which the pool has the share of the setting.
+    """Return flags with which prompts take several steps. They replace flags of the same names that precede them.
 
-    They follow the drawn flags, and replace some of these.
+    The pool has the share `memory` of the blocks that the requests in flight need, all of them if it is 0. With a given
+    share, host memory has a sixth of the pool's blocks: some preempted requests are swapped, others are recomputed.
     """
     rng = random.Random(f"tight {seed}")
     block_size, chunk = rng.choice((4, 8, 16)), rng.choice((16, 48))
     worker: list[Any] = ["--block-size", block_size, "--max-num-batched-tokens", chunk, "--max-num-seqs", MAX_ROWS]
-    if not setting.memory:
-        return {"worker": worker, "scheduler": []}
-    async with AsyncClient(url) as client:
-        info = (await client.info()).worker
-        prompts = [request.arguments.get("prompt_token_ids") for request in requests]
-        prompts = [
-            await client.tokenize(request.arguments["prompt"]) if prompt is None else prompt
-            for request, prompt in zip(requests, prompts, strict=True)
-        ]
+    info = (await client.info()).worker
     assert info is not None
     shape = CacheShape(block_size, info.layer_group_windows or (info.sliding_window,), chunk, min(chunk, MAX_ROWS))
-    lengths = [Lengths.of(*each) for each in zip(requests, map(len, prompts), alone, strict=True)]
-    num_blocks = shape.num_device_blocks(lengths, num_at_once, setting.memory)
-    num_needed = shape.num_needed(lengths, num_at_once)
-    print(f"    {num_blocks} blocks for requests that need {num_needed} at once", flush=True)
-    worker += ["--num-device-blocks", num_blocks, "--num-host-blocks", max(1, num_blocks // 6)]
+    lengths = [
+        Lengths.of(request, await _num_prompt_tokens(client, request), received)
+        for request, received in zip(requests, alone, strict=True)
+    ]
+    num_blocks = shape.num_device_blocks(lengths, num_at_once, memory or 1.0)
+    print(f"    {num_blocks} blocks for requests that need {shape.num_needed(lengths, num_at_once)}", flush=True)
+    worker += ["--num-device-blocks", num_blocks]
+    if not memory:
+        return {"worker": worker, "scheduler": []}
+    worker += ["--num-host-blocks", max(1, num_blocks // 6)]
     return {"worker": worker, "scheduler": ["--preemption", "swap"]}
+
+
+async def _num_prompt_tokens(client: AsyncClient, request: DrawnRequest) -> int:
+    arguments = request.arguments
+    return len(arguments.get("prompt_token_ids") or await client.tokenize(arguments["prompt"]))
 
 
 @contextmanager
@@ -146,17 +150,16 @@ def _front_end(model: Path, system: System, start: Start) -> Iterator[str]:
         front_end.stop()
 
 
-async def _alone(url: str, requests: Sequence[DrawnRequest]) -> tuple[list[DrawnRequest], list[Received]]:
+async def _alone(client: AsyncClient, requests: Sequence[DrawnRequest]) -> tuple[list[DrawnRequest], list[Received]]:
     """Run each request alone. Return the requests, whose prompts contain all earlier turns, and their outputs."""
     whole: list[DrawnRequest] = []
     alone: list[Received] = []
-    async with AsyncClient(url) as client:
-        for request in requests:
-            if request.follows is not None:
-                previous = alone[request.follows].samples.get(0, Sample())
-                request = request.after_turn(whole[request.follows], previous.token_ids)
-            whole.append(request)
-            alone.append(await _receive(client, request))
+    for request in requests:
+        if request.follows is not None:
+            previous = alone[request.follows].samples.get(0, Sample())
+            request = request.after_turn(whole[request.follows], previous.token_ids)
+        whole.append(request)
+        alone.append(await _receive(client, request))
     return whole, alone
 
 
@@ -185,33 +188,36 @@ class _Round:
         self._system, self._http_url = system, http_url
         self._requests, self._alone, self._num_at_once, self._report = requests, alone, num_at_once, report
 
-    async def run(self, setting: Setting) -> None:
+    async def run(self, num_kills: int) -> None:
         """Run all requests, and report differing outputs. Repeat them until the worker was killed often enough."""
-        seed, report = self._report.seed, self._report
-        killer = Killer(self._system, random.Random(f"kills {seed}"), f"seed {seed}")
-        killing = asyncio.create_task(killer.kill(setting.num_kills))
-        num_runs_without_kills = 0
-        while True:
-            num_before = killer.num_kills
-            await self._run_once()
-            if killing.done() or report.faults:
-                break
-            num_runs_without_kills = num_runs_without_kills + 1 if killer.num_kills == num_before else 0
-            if num_runs_without_kills == MAX_RUNS_WITHOUT_KILLS:
-                report.faults.append(f"no kill in {MAX_RUNS_WITHOUT_KILLS} runs, because too few requests ran at once")
-                break
-        if not killing.done():
-            killing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await killing
-        report.num_kills = killer.num_kills
+        await self._run_with_kills(num_kills)
         async with AsyncClient(self._system.url) as client:
             await self._rest(client)
             for number in range(min(NUM_AGAIN, len(self._requests))):
                 again = await _receive(client, self._requests[number])
                 if again != self._alone[number]:
                     difference = _difference(number, self._requests[number], self._alone[number], again)
-                    report.faults.append(f"again, {difference}")
+                    self._report.faults.append(f"again, {difference}")
+
+    async def _run_with_kills(self, num_kills: int) -> None:
+        seed, report, num_idle_runs = self._report.seed, self._report, 0
+        killer = Killer(self._system, random.Random(f"kills {seed}"), f"seed {seed}")
+        killing = asyncio.create_task(killer.kill(num_kills))
+        try:
+            while True:
+                await self._run_once()
+                if killing.done() or report.faults:
+                    break
+                num_idle_runs = num_idle_runs + 1 if killer.num_kills == report.num_kills else 0
+                report.num_kills = killer.num_kills
+                if num_idle_runs == MAX_IDLE_RUNS:
+                    report.faults.append(f"no kill in {num_idle_runs} runs: too few requests run at once")
+                    break
+        finally:
+            killing.cancel()  # has no effect on a task that is done
+            with contextlib.suppress(asyncio.CancelledError):
+                await killing
+            report.num_kills = killer.num_kills
 
     async def _run_once(self) -> None:
         company = Company(self._system.url, self._http_url, self._requests, self._num_at_once)

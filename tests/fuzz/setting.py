@@ -14,7 +14,8 @@ class Setting:
     Attributes:
         families: the families from which the model is drawn, under the names of `testing.checkpoints`. Empty: the
             bundled model, a model with a sliding window, or a model with experts.
-        memory: the share of the KV cache blocks that the requests in flight need together; 0: a size drawn at random.
+        memory: the share of the KV cache blocks that the requests in flight need together. 0: all of them if there are
+            families, else a size drawn at random.
         num_kills: how often the worker is killed during the round.
     """
 
