@@ -7,6 +7,7 @@ Each request's outputs over gRPC or HTTP are compared with its outputs when it r
 
 import argparse
 import asyncio
+import math
 import secrets
 import sys
 import time
@@ -18,7 +19,7 @@ from tests.fuzz.random_spelling import spell_randomly
 from tests.fuzz.report import Report
 from tests.fuzz.setting import Setting, parse_count, parse_families_of_checkpoints, parse_memory
 
-MAX_KILLS = 4  # in a round, if the number of rounds is not given
+FIRST_KILLS = 4  # at most in the first round, if the number of rounds is not given
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,16 +38,21 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=80, help="how many a round sends (default 80)")
     families = "families of random models, in float32, separated by commas (default: three kinds of models)"
     parser.add_argument("--family", type=parse_families_of_checkpoints, default=(), help=families)
-    memory = "the size of the KV cache, as a share of what the requests in flight need (default: all with --family, else drawn)"
+    memory = "the share of the blocks that the requests in flight need (default: 1 with --family, else drawn)"
     parser.add_argument("--memory", type=parse_memory, default=0.0, help=memory)
     kills = "how often to kill the worker while it runs requests; rounds go on until all kills are done (default 0)"
     parser.add_argument("--kills", type=parse_count, default=0, help=kills)
     return parser
 
 
-def num_kills_of_round(num_left: int, num_rounds_left: int | None) -> int:
-    """Return how often to kill the worker in the next round. `num_rounds_left`: None if it is not limited."""
-    return min(num_left, MAX_KILLS) if num_rounds_left is None else -(-num_left // num_rounds_left)
+def num_kills_of_round(num_left: int, num_rounds_left: float | None) -> int:
+    """Return how often to kill the worker in the next round, so that rounds have about the same number of kills.
+
+    `num_rounds_left`: the number of rounds including the next one; None: not known yet.
+    """
+    if num_rounds_left is None:
+        return min(num_left, FIRST_KILLS)
+    return math.ceil(num_left / max(1.0, num_rounds_left))
 
 
 async def main() -> int:
@@ -54,15 +60,21 @@ async def main() -> int:
     first = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
     setting = Setting(arguments.family, arguments.memory)
     started, total = time.monotonic(), Report(first)
+    ends_at = started + 60 * arguments.minutes
+
+    def num_rounds_left() -> float | None:
+        if arguments.rounds is not None:
+            return arguments.rounds - total.num_rounds
+        now = time.monotonic()
+        return (ends_at - now) / (now - started) * total.num_rounds if total.num_rounds else None
 
     def may_begin() -> bool:
-        is_early = time.monotonic() < started + 60 * arguments.minutes
-        return total.num_rounds != arguments.rounds and (is_early or total.num_kills < arguments.kills)
+        must_kill = total.num_kills < arguments.kills and not total.faults
+        return total.num_rounds != arguments.rounds and (time.monotonic() < ends_at or must_kill)
 
     while may_begin():
         seed = first + total.num_rounds
-        num_rounds_left = arguments.rounds and arguments.rounds - total.num_rounds
-        num_kills = num_kills_of_round(arguments.kills - total.num_kills, num_rounds_left)
+        num_kills = num_kills_of_round(arguments.kills - total.num_kills, num_rounds_left())
         own = replace(setting, num_kills=num_kills)
         print(f"seed {seed}, after {time.monotonic() - started:.0f} s", flush=True)
         report = await run_round(seed, arguments.requests, own)

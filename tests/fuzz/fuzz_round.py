@@ -31,6 +31,7 @@ END = 0  # the tokenizer's end token
 REST_S = 60.0  # seconds within which a server must become idle once its clients have gone
 FAMILIES = ("bundled", "mistral", "qwen2_moe")
 DEFAULT = Setting()
+MAX_AT_ONCE = 16  # requests in flight of a tight round, so few that all of them run if there is memory
 MAX_ROWS = 64  # of a worker with a pool of a computed size
 MAX_IDLE_RUNS = 3  # runs of all requests during which no moment for a kill was found
 NUM_AGAIN = 3  # requests that are repeated at the end
@@ -81,6 +82,7 @@ async def run_round(seed: int, num_requests: int, setting: Setting = DEFAULT) ->
     requests += draw_turns(random.Random(f"turns {seed}"), requests)
     if setting.is_tight:
         requests = lengthened(random.Random(f"lengths {seed}"), requests)
+        num_at_once = min(num_at_once, MAX_AT_ONCE)
     report.num_requests = len(requests)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: report.faults.append(f"asyncio: {context}"))

@@ -7,7 +7,7 @@ import pytest
 
 from testing.kernels.compiler import skip_without_compiler
 from testing.serving.received import Received, Sample
-from tests.fuzz.__main__ import MAX_KILLS, num_kills_of_round, parser
+from tests.fuzz.__main__ import FIRST_KILLS, num_kills_of_round, parser
 from tests.fuzz.drawn_request import draw_requests, draw_turns
 from tests.fuzz.fuzz_round import run_round
 from tests.fuzz.memory import CacheShape, Lengths
@@ -54,7 +54,8 @@ def test_the_flags_of_a_fault_select_the_same_round():
 def test_the_kills_are_divided_among_the_rounds():
     assert num_kills_of_round(10, 1) == 10
     assert [num_kills_of_round(10, 4), num_kills_of_round(7, 3), num_kills_of_round(4, 2)] == [3, 3, 2]
-    assert [num_kills_of_round(100, None), num_kills_of_round(1, None)] == [MAX_KILLS, 1]
+    assert [num_kills_of_round(10, 2.5), num_kills_of_round(3, -0.1), num_kills_of_round(0, 0.0)] == [4, 3, 0]
+    assert [num_kills_of_round(100, None), num_kills_of_round(1, None)] == [FIRST_KILLS, 1]
 
 
 def test_blocks_are_counted_in_each_layer_group():
