@@ -18,7 +18,7 @@ class RowTables(NamedTuple):
 
     Attributes:
         token_ids: [num_slots, max_len] int32.
-        block_tables: [num_slots, max_blocks] int32, block ids.
+        block_tables: [G, num_slots, max_blocks] int32, the block ids of each layer group.
         block_size: positions per block of the cache.
     """
 
@@ -34,8 +34,8 @@ class GatheredTokens(NamedTuple):
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, the position of each token in its row.
-        slot_mapping: [T] int64, `block_id * block_size + offset` of each token; -1 for padding.
-        block_tables: [S, num_blocks] int32, the block table of each row.
+        slot_mapping: [G, T] int64, `block_id * block_size + offset` of each token in each layer group; -1 for padding.
+        block_tables: [G, S, num_blocks] int32, the block table of each row in each layer group.
     """
 
     token_ids: Tensor
@@ -56,16 +56,16 @@ def gather_tokens(
         lengths: [T] int32, the number of tokens of that row up to and including this token. 0 means that the token is
             padding, and the first token of the row is read.
         row_slots: [S] int32, the slot of each row of the step.
-        num_blocks: number of block table entries to copy for each row, at most max_blocks.
+        num_blocks: number of entries to copy from each block table, at most max_blocks.
     """
     indexes, positions = slots.long(), (lengths.long() - 1).clamp(min=0)
-    blocks = tables.block_tables[indexes, positions // tables.block_size].long()
+    blocks = tables.block_tables[:, indexes, positions // tables.block_size].long()
     slot_mapping = blocks * tables.block_size + positions % tables.block_size
     return GatheredTokens(
         token_ids=tables.token_ids[indexes, positions].long(),
         positions=positions,
         slot_mapping=slot_mapping.masked_fill(lengths == 0, -1),
-        block_tables=tables.block_tables[:, :num_blocks].index_select(0, row_slots),
+        block_tables=tables.block_tables[..., :num_blocks].index_select(1, row_slots),
     )
 
 

@@ -17,7 +17,7 @@ from pagewire.kernels.triton.launching import Strided, check_tensor
 
 # The work of one program.
 _TILE_TOKENS = 256
-_TILE_BLOCKS = 1024  # blocks of a row
+_TILE_BLOCKS = 1024  # entries of a block table
 _TILE_ROWS = 32
 
 # `RowTables`, each `Strided`.
@@ -36,18 +36,23 @@ def gather_tokens(
     Raises:
         ValueError: a shape, dtype, stride or number is not supported.
     """
-    num_tokens, num_rows, max_blocks = len(slots), len(row_slots), tables.block_tables.shape[-1]
+    num_tokens, num_rows = len(slots), len(row_slots)
     check_tensor("slots", slots, ("T",), torch.int32)
     check_tensor("lengths", lengths, (num_tokens,), torch.int32)
     check_tensor("row_slots", row_slots, ("S",), torch.int32)
     check_tensor("token_ids", tables.token_ids, ("num_slots", "max_len"), torch.int32, is_strided=True)
-    check_tensor("block_tables", tables.block_tables, ("num_slots", "max_blocks"), torch.int32, is_strided=True)
+    sizes = ("layer_groups", "num_slots", "max_blocks")
+    check_tensor("block_tables", tables.block_tables, sizes, torch.int32, is_strided=True)
+    num_layer_groups, _, max_blocks = tables.block_tables.shape
     if not 0 <= num_blocks <= max_blocks:
         raise ValueError(f"num_blocks is {num_blocks}; make it 0 to {max_blocks}, the size of a block table")
-    token_ids, positions, slot_mapping = (slots.new_empty(num_tokens, dtype=torch.int64) for _ in range(3))
-    gathered = GatheredTokens(token_ids, positions, slot_mapping, slots.new_empty(num_rows, num_blocks))
+    token_ids, positions = (slots.new_empty(num_tokens, dtype=torch.int64) for _ in range(2))
+    # Each layer group's slots are aligned, since Triton compiles a kernel again for another alignment.
+    padded = slots.new_empty(num_layer_groups, num_tokens + -num_tokens % ALIGNMENT, dtype=torch.int64)
+    block_tables = slots.new_empty(num_layer_groups, num_rows, num_blocks)
+    gathered = GatheredTokens(token_ids, positions, padded[:, :num_tokens], block_tables)
     num_tiles, num_pieces = triton.cdiv(num_tokens, _TILE_TOKENS), triton.cdiv(num_blocks, _TILE_BLOCKS)
-    num_programs = num_tiles + num_rows * num_pieces
+    num_programs = num_tiles + num_layer_groups * num_rows * num_pieces
     if num_programs:
         _gather_tokens_kernel[(num_programs,)](
             _Tables(Strided.of(tables.token_ids), Strided.of(tables.block_tables)),
@@ -55,10 +60,13 @@ def gather_tokens(
             lengths,
             row_slots,
             gathered,
+            padded.stride(0),
             num_tokens,
             num_tiles,
+            num_rows,
             num_blocks,
             num_pieces,
+            NUM_LAYER_GROUPS=num_layer_groups,
             BLOCK_SIZE=tables.block_size,
             TILE_TOKENS=_TILE_TOKENS,
             TILE_BLOCKS=_TILE_BLOCKS,
@@ -103,16 +111,17 @@ def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tens
 
 # The number of tokens and rows of a step, and the alignment of its uploaded tensors, must not trigger a recompilation.
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_tiles", "num_blocks", "num_pieces"],
+    do_not_specialize=["mapping_stride", "num_tokens", "num_tiles", "num_rows", "num_blocks", "num_pieces"],
     do_not_specialize_on_alignment=["slots", "lengths", "row_slots"],
 )
 def _gather_tokens_kernel(
-    tables, slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks, num_pieces,
-    BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
+    tables, slots, lengths, row_slots, gathered, mapping_stride, num_tokens, num_tiles, num_rows, num_blocks,
+    num_pieces, NUM_LAYER_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Triton kernel that collects the inputs of a step from the tables of all rows (running sequences). The first
-    `num_tiles` programs copy tokens. Every other program copies one of the `num_pieces` pieces of one row's block
-    table."""
+    `num_tiles` programs copy tokens. Every other program copies one of the `num_pieces` pieces of one row's block table
+    in one layer group."""
     program = tl.program_id(0)
     if program < num_tiles:
         token = program * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -121,18 +130,20 @@ def _gather_tokens_kernel(
         length = tl.load(lengths + token, is_token, 0)
         position = tl.maximum(length - 1, 0)
         token_id = tl.load(tables.token_ids.data + slot * tables.token_ids.strides[0] + position, is_token, 0)
-        place = tables.block_tables.data + slot * tables.block_tables.strides[0] + position // BLOCK_SIZE
-        block = tl.load(place, is_token, 0).to(tl.int64)
-        mapping = tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         tl.store(gathered.token_ids + token, token_id.to(tl.int64), is_token)
         tl.store(gathered.positions + token, position.to(tl.int64), is_token)
-        tl.store(gathered.slot_mapping + token, mapping, is_token)
+        place = tables.block_tables.data + slot * tables.block_tables.strides[1] + position // BLOCK_SIZE
+        for layer_group in tl.static_range(NUM_LAYER_GROUPS):
+            block = tl.load(place + layer_group * tables.block_tables.strides[0], is_token, 0).to(tl.int64)
+            mapping = tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+            tl.store(gathered.slot_mapping + layer_group * mapping_stride + token, mapping, is_token)
     else:
-        row = ((program - num_tiles) // num_pieces).to(tl.int64)
+        copied = ((program - num_tiles) // num_pieces).to(tl.int64)  # the number of the table in the result
         index = (program - num_tiles) % num_pieces * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
-        source = tables.block_tables.data + tl.load(row_slots + row).to(tl.int64) * tables.block_tables.strides[0]
-        blocks = tl.load(source + index, index < num_blocks, 0)
-        tl.store(gathered.block_tables + row * num_blocks + index, blocks, index < num_blocks)
+        table_slot = tl.load(row_slots + copied % num_rows).to(tl.int64)
+        table = copied // num_rows * tables.block_tables.strides[0] + table_slot * tables.block_tables.strides[1]
+        blocks = tl.load(tables.block_tables.data + table + index, index < num_blocks, 0)
+        tl.store(gathered.block_tables + copied * num_blocks + index, blocks, index < num_blocks)
 
 
 @triton.jit(do_not_specialize=["column_stride", "num_rows"], do_not_specialize_on_alignment=["slots"])

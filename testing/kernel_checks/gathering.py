@@ -17,15 +17,18 @@ from testing.kernel_checks.decode_attention import strided
 BLOCK_SIZE = 16
 
 
-def make_tables(num_slots: int, max_blocks: int, block_size: int, device: torch.device, seed: int) -> RowTables:
+def make_tables(
+    num_slots: int, max_blocks: int, block_size: int, device: torch.device, seed: int, num_layer_groups: int = 1
+) -> RowTables:
     """Return tables of random tokens and blocks, each a view of the first part of a wider table."""
     generator = torch.Generator().manual_seed(seed)
 
-    def numbers(width: int, highest: int) -> Tensor:
-        values = torch.randint(highest, (num_slots, width + 3), generator=generator, dtype=torch.int32)
-        return values.to(device)[:, :width]
+    def numbers(sizes: tuple[int, ...], width: int, highest: int) -> Tensor:
+        values = torch.randint(highest, (*sizes, width + 3), generator=generator, dtype=torch.int32)
+        return values.to(device)[..., :width]
 
-    return RowTables(numbers(max_blocks * block_size + 1, 2**20), numbers(max_blocks, 2**31 - 1), block_size)
+    token_ids = numbers((num_slots,), max_blocks * block_size + 1, 2**20)
+    return RowTables(token_ids, numbers((num_layer_groups, num_slots), max_blocks, 2**31 - 1), block_size)
 
 
 def check_tokens(
@@ -37,11 +40,12 @@ def check_tokens(
     max_blocks: int = 5,
     block_size: int = BLOCK_SIZE,
     num_blocks: int | None = None,
+    num_layer_groups: int = 1,
     seed: int,
 ) -> None:
     """Check tokens at random positions of random rows, including first and last tokens of rows and padding."""
     rng = random.Random(seed)
-    tables = make_tables(num_slots, max_blocks, block_size, device, seed)
+    tables = make_tables(num_slots, max_blocks, block_size, device, seed, num_layer_groups)
     most = max_blocks * block_size
     lengths = [rng.choice([0, 1, most, rng.randint(1, most)]) for _ in range(num_tokens)]
 
@@ -57,6 +61,7 @@ def check_tokens(
         found = getattr(actual, name)
         assert found.dtype == tensor.dtype, name
         assert torch.equal(found, tensor), f"{name} differ, seed {seed}"
+    assert all(slots.data_ptr() % 16 == 0 and slots.is_contiguous() for slots in actual.slot_mapping), "not aligned"
 
 
 def check_columns(device: torch.device, num_rows: int, *, num_slots: int = 20, seed: int) -> None:
@@ -82,7 +87,7 @@ def check_columns(device: torch.device, num_rows: int, *, num_slots: int = 20, s
 
 
 def device_cases() -> Iterator[DeviceCase]:
-    for num_tokens, num_rows in ((1, 1), (256, 256), (16384, 300), (5000, 2)):
+    for num_tokens, num_rows, num_layer_groups in ((1, 1, 1), (256, 256, 1), (16384, 300, 7), (5000, 2, 2), (3, 3, 7)):
         check = functools.partial(
             check_tokens,
             num_tokens=num_tokens,
@@ -90,9 +95,11 @@ def device_cases() -> Iterator[DeviceCase]:
             num_slots=257,
             max_blocks=2560,
             num_blocks=2000,
+            num_layer_groups=num_layer_groups,
             seed=num_tokens,
         )
-        yield DeviceCase(f"gathering: {num_tokens} tokens of {num_rows} rows", check)
+        name = f"gathering: {num_tokens} tokens of {num_rows} rows, {num_layer_groups} layer groups"
+        yield DeviceCase(name, check)
     for num_rows in (1, 256, 1024):
         check = functools.partial(check_columns, num_rows=num_rows, num_slots=1025, seed=num_rows)
         yield DeviceCase(f"gathering: columns of {num_rows} rows", check)
@@ -101,28 +108,34 @@ def device_cases() -> Iterator[DeviceCase]:
 def bench_cases() -> Iterator[BenchCase]:
     """Yield the benchmark. It has no goal because the launch takes most of its short time."""
     num_rows, max_blocks = 256, 2560
-    make = functools.partial(_make_bench, num_rows, max_blocks)
-    yield BenchCase("gathering: 256 rows that decode", make, bytes_moved=2 * 4 * num_rows * max_blocks)
+    for num_layer_groups, name in ((1, ""), (7, ", 7 layer groups")):
+        make = functools.partial(_make_bench, num_rows, max_blocks, num_layer_groups)
+        num_bytes = 2 * 4 * num_layer_groups * num_rows * max_blocks
+        yield BenchCase(f"gathering: 256 rows that decode{name}", make, bytes_moved=num_bytes)
 
 
-def _make_bench(num_rows: int, max_blocks: int, device: torch.device) -> Sequence[Callable[[], object]]:
-    tables = make_tables(num_rows + 1, max_blocks, BLOCK_SIZE, device, seed=1)
+def _make_bench(
+    num_rows: int, max_blocks: int, num_layer_groups: int, device: torch.device
+) -> Sequence[Callable[[], object]]:
+    tables = make_tables(num_rows + 1, max_blocks, BLOCK_SIZE, device, 1, num_layer_groups)
     slots = torch.arange(num_rows, dtype=torch.int32, device=device)
     lengths = torch.full_like(slots, 1000)
     return [functools.partial(gathering.gather_tokens, tables, slots, lengths, slots, max_blocks)]
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    tables = {"tables": gathering._Tables(strided("i32", 2), strided("i32", 2))}
+    tables = {"tables": gathering._Tables(strided("i32", 2), strided("i32", 3))}
     rows = dict.fromkeys(("slots", "lengths", "row_slots"), "*i32")
-    numbers = dict.fromkeys(("num_tokens", "num_tiles", "num_blocks", "num_pieces"), "i32")
+    names = ("mapping_stride", "num_tokens", "num_tiles", "num_rows", "num_blocks", "num_pieces")
     gathered = GatheredTokens("*i64", "*i64", "*i64", "*i32")
-    yield CompileCase(
-        "gathering: tokens",
-        gathering._gather_tokens_kernel,
-        {**tables, **rows, "gathered": gathered, **numbers},
-        {"BLOCK_SIZE": BLOCK_SIZE, "TILE_TOKENS": gathering._TILE_TOKENS, "TILE_BLOCKS": gathering._TILE_BLOCKS},
-    )
+    tiles = {"TILE_TOKENS": gathering._TILE_TOKENS, "TILE_BLOCKS": gathering._TILE_BLOCKS}
+    for num_layer_groups in (1, 7):
+        yield CompileCase(
+            f"gathering: tokens, {num_layer_groups} layer groups",
+            gathering._gather_tokens_kernel,
+            {**tables, **rows, "gathered": gathered, **dict.fromkeys(names, "i32")},
+            {"NUM_LAYER_GROUPS": num_layer_groups, "BLOCK_SIZE": BLOCK_SIZE, **tiles},
+        )
     lines = {"lines": strided("i32", 2), "seeds": "*i64", "slots": "*i32", "columns": "*i32"}
     yield CompileCase(
         "gathering: columns",

@@ -23,7 +23,7 @@ NUM_SLOTS, VOCAB_SIZE = 257, 151_936
 def launch_step(num_rows: int) -> None:
     """Launch a step's kernels with rows at any offset in the uploaded tensors, and with every sampling feature."""
     cpu = torch.device("cpu")
-    tables = make_tables(NUM_SLOTS, max(NUM_BLOCKS), 16, cpu, seed=1)
+    tables = make_tables(NUM_SLOTS, max(NUM_BLOCKS), 16, cpu, seed=1, num_layer_groups=3)
     slots = torch.zeros(num_rows + 4, dtype=torch.int32)[4:]
     for num_blocks in NUM_BLOCKS:
         gathering.gather_tokens(tables, slots, slots, slots, num_blocks)

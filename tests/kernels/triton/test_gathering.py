@@ -22,6 +22,13 @@ def test_every_size_of_tables(device, max_blocks, num_blocks, block_size):
     check_tokens(device, 40, 3, max_blocks=max_blocks, num_blocks=num_blocks, block_size=block_size, seed=num_blocks)
 
 
+@pytest.mark.parametrize("num_layer_groups", [2, 7])
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(0, 2), (3, 3), (257, 5)])
+def test_every_number_of_layer_groups(device, num_tokens, num_rows, num_layer_groups):
+    blocks = {"max_blocks": 1100, "num_blocks": 1030, "num_layer_groups": num_layer_groups}
+    check_tokens(device, num_tokens, num_rows, **blocks, seed=num_tokens)
+
+
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 5, 31, 32, 33, 100])
 def test_every_number_of_columns(device, num_rows):
     check_columns(device, num_rows, seed=num_rows)
@@ -37,6 +44,12 @@ def refusals():
         ("slots is .* torch.int64", gathering.gather_tokens, tokens, {"slots": slots.long()}),
         ("lengths is \\[1, 3\\] torch.int32", gathering.gather_tokens, tokens, {"lengths": slots[None]}),
         ("lengths is \\[2\\] .* make it \\[3\\]", gathering.gather_tokens, tokens, {"lengths": slots[1:]}),
+        (
+            "block_tables is \\[4, 5\\] .* make it \\[layer_groups, num_slots, max_blocks\\]",
+            gathering.gather_tokens,
+            tokens,
+            {"tables": tables._replace(block_tables=tables.block_tables[0])},
+        ),
         ("num_blocks is 6; make it 0 to 5", gathering.gather_tokens, tokens, {"num_blocks": 6}),
         (
             "token_ids is .* torch.int64",
