@@ -130,17 +130,18 @@ def norm_rope(heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tenso
 class HeadCaching:
     """A kernel that prepares the query, key and value heads of a step for attention, in one pass over the heads. It
     normalizes and rotates them as `norm_rope` does, and then writes keys and values to the KV cache as
-    `reshape_and_cache` does. All layers of a step share one object.
+    `reshape_and_cache` does. The layers of a layer group share one object in a step.
 
     If a layer's arguments have the same memory layout as those of an earlier layer, they are not checked again.
 
     Attributes:
         slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, without duplicates. For a
             token with slot -1, queries are rotated but nothing is written to the KV cache.
+        launches: the launches so far, by memory layout. The objects of a step may share them.
     """
 
     slot_mapping: Tensor
-    _launches: dict[Hashable, RepeatedLaunch] = field(default_factory=dict)  # by layout
+    launches: dict[Hashable, RepeatedLaunch] = field(default_factory=dict)
 
     def turn(self, heads: Tensor, preparation: NormRopeParams, key_cache: Tensor, value_cache: Tensor) -> Tensor:
         """Rotate the queries in place, and write the rotated keys and the values to the KV cache of one layer. The keys
@@ -167,12 +168,12 @@ class HeadCaching:
                 layout += (tensor.shape, tensor.stride(), tensor.dtype)
                 addresses |= tensor.data_ptr()
         kind = tuple(layout)
-        launch = self._launches.get(kind)
+        launch = self.launches.get(kind)
         if launch is None:
             _check_heads(heads, preparation)
             _check_cached(heads, num_heads, key_cache, value_cache, self.slot_mapping)
             launch = _norm_rope_launch(heads, num_heads, key_cache, rotates_first=rotates_first)
-            self._launches[kind] = launch
+            self.launches[kind] = launch
         if heads.shape[0]:
             launch(
                 None if addresses % ALIGNMENT else kind,

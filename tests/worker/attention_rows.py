@@ -1,5 +1,7 @@
 """Random rows of a step over a cache with NaN in unwritten positions, for tests of attention backends."""
 
+from copy import deepcopy
+
 import torch
 
 from pagewire.kernels import reference
@@ -12,11 +14,18 @@ E4M3 = torch.float8_e4m3fn
 PADDING = (-1, 1)  # one token that is not stored, of a row without positions
 
 
-def make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, device):
-    shape = (num_blocks + 1, NUM_LAYERS, 2, block_size, num_kv_heads, row_size(head_dim, dtype))
+def make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, device, layer_groups):
+    """Return each layer's caches. A block holds the layers of one layer group, so groups share all bytes."""
+    places = [layer_groups[:layer].count(layer_groups[layer]) for layer in range(NUM_LAYERS)]
+    shape = (num_blocks + 1, max(places) + 1, 2, block_size, num_kv_heads, row_size(head_dim, dtype))
     storage = torch.empty(shape, dtype=dtype, device=device)
     storage.fill_(nan_of(dtype))
-    return [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(NUM_LAYERS)]
+    return [(storage[:, place, 0], storage[:, place, 1]) for place in places]
+
+
+def copy_cache(kv_cache):
+    """Return copies of all layers' caches. Copies of layers that share memory share it, too."""
+    return deepcopy(kv_cache)
 
 
 def nan_of(dtype):
@@ -29,25 +38,33 @@ class Rows:
 
     def __init__(
         self, rng, lengths, *, block_size, num_heads, num_kv_heads, head_dim, dtype=torch.float32, cache_dtype=None,
-        device=CPU,
+        device=CPU, layer_groups=(0,) * NUM_LAYERS,
     ):  # fmt: skip
         """`lengths`: (context, queries) of each row, or PADDING."""
         self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
-        self.device = device
+        self.device, self.layer_groups = device, layer_groups
         self.dtype, self.shapes = dtype, ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, head_dim))
         num_blocks = [-(-sum(row) // block_size) for row in lengths]
-        ids = list(range(1, sum(num_blocks) + 4))
+        num_groups = max(layer_groups) + 1
+        ids = list(range(1, num_groups * sum(num_blocks) + 4))
         rng.shuffle(ids)
-        tables = [[ids.pop() for _ in range(num)] for num in num_blocks]
+        tables = [[[ids.pop() for _ in range(num)] for num in num_blocks] for _ in range(num_groups)]
         self.kv_cache = make_kv_cache(
-            sum(num_blocks) + 3, block_size, num_kv_heads, head_dim, cache_dtype or dtype, device
-        )
-        slots = [[table[p // block_size] * block_size + p % block_size for p in range(sum(row))]
-                 for table, row in zip(tables, lengths, strict=True)]  # fmt: skip
-        context = torch.tensor([slot for row, own in zip(lengths, slots, strict=True) for slot in own[: row[0]]]).long()
-        for keys, values in self.kv_cache:
-            _, key, value = self.random_qkv(len(context))
-            reference.reshape_and_cache(key, value, keys, values, context)
+            num_groups * sum(num_blocks) + 3, block_size, num_kv_heads, head_dim, cache_dtype or dtype, device,
+            layer_groups,
+        )  # fmt: skip
+        slots = [
+            [[table[p // block_size] * block_size + p % block_size for p in range(sum(row))]
+             for table, row in zip(of_group, lengths, strict=True)]
+            for of_group in tables
+        ]  # fmt: skip
+        contexts = [
+            torch.tensor([slot for row, own in zip(lengths, of_group, strict=True) for slot in own[: row[0]]]).long()
+            for of_group in slots
+        ]
+        for (keys, values), group in zip(self.kv_cache, layer_groups, strict=True):
+            _, key, value = self.random_qkv(len(contexts[group]))
+            reference.reshape_and_cache(key, value, keys, values, contexts[group])
         starts = [0]
         for _, num_queries in lengths:
             starts.append(starts[-1] + num_queries)
@@ -55,9 +72,14 @@ class Rows:
         self.batch = AttentionBatch(
             query_start_loc=starts,
             seq_lens=[sum(row) for row in lengths],
-            block_tables=torch.tensor([[table + [0] * (width - len(table)) for table in tables]], device=device),
+            block_tables=torch.tensor(
+                [[table + [0] * (width - len(table)) for table in of_group] for of_group in tables], device=device
+            ),
             slot_mapping=torch.tensor(
-                [[slot for row, own in zip(lengths, slots, strict=True) for slot in own[row[0] :] or [-1]]],
+                [
+                    [slot for row, own in zip(lengths, of_group, strict=True) for slot in own[row[0] :] or [-1]]
+                    for of_group in slots
+                ],
                 device=device,
             ),
         )
@@ -66,7 +88,16 @@ class Rows:
         """Return the shape that a backend has to support for these rows."""
         (num_heads, head_dim), (num_kv_heads, _), _ = self.shapes
         block_size, cache_dtype = self.kv_cache[0][0].shape[1], self.kv_cache[0][0].dtype
-        return AttentionShape(num_heads, num_kv_heads, head_dim, block_size, self.dtype, cache_dtype, windows)
+        sizes = (num_heads, num_kv_heads, head_dim, block_size)
+        layer_groups = self.layer_groups[: len(windows)]
+        return AttentionShape(*sizes, self.dtype, cache_dtype, windows, layer_groups=layer_groups)
+
+    def expected(self, layer, cache, qkv, scoring):
+        """Write keys and values to a layer's cache. Return the output of the reference in the query's dtype."""
+        (query, key, value), batch, group = qkv, self.batch, self.layer_groups[layer]
+        reference.reshape_and_cache(key, value, *cache, batch.slot_mapping[group])
+        rows = (batch.block_tables[group], batch.seq_lens, batch.query_start_loc)
+        return reference.paged_attention(query, *cache, *rows, scoring)
 
     def random_qkv(self, num_tokens):
         return [
@@ -74,16 +105,17 @@ class Rows:
             for shape in self.shapes
         ]
 
-    def poison_before(self, window):
-        """Fill the positions that no query reads with NaN.
+    def poison_before(self, window, group=0):
+        """Fill the positions that no query reads in the layers of a layer group with NaN.
 
-        Blocks entirely before the window are replaced in the block tables, as if they belonged to another row.
+        Blocks entirely before the window are replaced in the group's block tables, as if they belonged to another row.
         """
         batch, block_size = self.batch, self.kv_cache[0][0].shape[1]
-        for row, table in enumerate(batch.block_tables[0]):
+        caches = [cache for cache, own in zip(self.kv_cache, self.layer_groups, strict=True) if own == group]
+        for row, table in enumerate(batch.block_tables[group]):
             num_queries = batch.query_start_loc[row + 1] - batch.query_start_loc[row]
             first = max(0, batch.seq_lens[row] - num_queries - window + 1)
-            for keys, values in self.kv_cache:
+            for keys, values in caches:
                 for position in range(first):
                     place = table[position // block_size], position % block_size
                     keys[place] = values[place] = nan_of(keys.dtype)

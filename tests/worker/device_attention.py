@@ -21,23 +21,27 @@ class DeviceAttention:
     is_capturable = True
     is_mixed_capturable = True
 
-    def __init__(self, windows: Sequence[int] = (), scoring: Scoring | None = None) -> None:
+    def __init__(
+        self, windows: Sequence[int] = (), scoring: Scoring | None = None, group_of_layer: Sequence[int] = ()
+    ) -> None:
         self._windows = windows
         self._scoring = scoring
+        self._group_of_layer = group_of_layer
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         rows = batch.device_rows
         assert rows is not None
         shared = self._scoring or Scoring(kv_cache[0][0].shape[3] ** -0.5)
-        windows = self._windows or (0,) * len(kv_cache)
+        windows, groups = (given or (0,) * len(kv_cache) for given in (self._windows, self._group_of_layer))
 
         @as_kernel
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
             query_start_loc, seq_lens = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
             _check(batch, rows.num_decodes, query_start_loc, seq_lens, len(query), kv_cache[layer][0].shape[1])
-            reshape_and_cache(key, value, *kv_cache[layer], batch.slot_mapping)
+            reshape_and_cache(key, value, *kv_cache[layer], batch.slot_mapping[groups[layer]])
             scoring = replace(shared, window=windows[layer], sinks=sinks)
-            return paged_attention(query, *kv_cache[layer], batch.block_tables, seq_lens, query_start_loc, scoring)
+            tables = batch.block_tables[groups[layer]]
+            return paged_attention(query, *kv_cache[layer], tables, seq_lens, query_start_loc, scoring)
 
         return attend
 
@@ -60,4 +64,4 @@ def _check(
     assert lengths[:num_decodes] == [1] * num_decodes, "rows that decode come first"
     for seq_len, bound in zip(seq_lens, batch.seq_lens, strict=True):
         assert seq_len <= bound
-        assert seq_len <= batch.block_tables.shape[1] * block_size
+        assert seq_len <= batch.block_tables.shape[2] * block_size

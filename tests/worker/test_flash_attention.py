@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring
 from pagewire.network.operations import BlockPattern
 from testing.kernels.device import choose_device
@@ -16,7 +15,7 @@ from testing.kernels.device import choose_device
 DEVICE = choose_device()  # a Triton kernel writes keys and values
 
 from tests.worker import flash_attn_stand_in as stand_in  # noqa: E402
-from tests.worker.attention_rows import NUM_LAYERS, PADDING, Rows, random_lengths  # noqa: E402
+from tests.worker.attention_rows import NUM_LAYERS, PADDING, Rows, copy_cache, random_lengths  # noqa: E402
 from worker_service.attention import AttentionShape, DeviceRows, create_backend  # noqa: E402
 
 CUDA = torch.device("cuda")
@@ -40,10 +39,10 @@ def install(monkeypatch, package):
     monkeypatch.delattr("worker_service.attention.backends.flash_attn", raising=False)
 
 
-def make_rows(seed, lengths, dtype=torch.bfloat16):
+def make_rows(seed, lengths, dtype=torch.bfloat16, **options):
     print(f"seed {seed}: (context, queries): {lengths}")
     shape = {"block_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-    return Rows(random.Random(seed), lengths, **shape, dtype=dtype, device=DEVICE)
+    return Rows(random.Random(seed), lengths, **shape, dtype=dtype, device=DEVICE, **options)
 
 
 def check(rows, windows=(0,) * NUM_LAYERS, batch=None, slopes=()):
@@ -51,17 +50,13 @@ def check(rows, windows=(0,) * NUM_LAYERS, batch=None, slopes=()):
     module = sys.modules["worker_service.attention.backends.flash_attn"]
     backend = module.FlashAttention(replace(rows.shape(windows), alibi_slopes=slopes), DEVICE)
     alibi_slopes = torch.tensor(slopes, device=DEVICE) if slopes else None
-    expected_cache = [(keys.clone(), values.clone()) for keys, values in rows.kv_cache]
-    lengths, starts = rows.batch.seq_lens, rows.batch.query_start_loc
+    expected_cache = copy_cache(rows.kv_cache)
     attend = backend.prepare(batch or rows.batch, rows.kv_cache)
-    for layer, (key_cache, value_cache) in enumerate(expected_cache):
-        query, key, value = rows.random_qkv(starts[-1])
+    for layer, cache in enumerate(expected_cache):
+        query, key, value = rows.random_qkv(rows.batch.query_start_loc[-1])
         actual = attend(layer, query, key, value)
-        reference.reshape_and_cache(key, value, key_cache, value_cache, rows.batch.slot_mapping)
-        expected = reference.paged_attention(
-            query, key_cache, value_cache, rows.batch.block_tables, lengths, starts,
-            Scoring(query.shape[-1] ** -0.5, windows[layer], alibi_slopes),
-        )  # fmt: skip
+        scoring = Scoring(query.shape[-1] ** -0.5, windows[layer], alibi_slopes)
+        expected = rows.expected(layer, cache, (query, key, value), scoring)
         assert actual.dtype == query.dtype
         torch.testing.assert_close(actual, expected, rtol=0, atol=2e-2)
     for actual_layer, expected_layer in zip(rows.kv_cache, expected_cache, strict=True):
@@ -83,6 +78,12 @@ def test_windows_equal_reference_and_read_nothing_before(package, windows):
     if 0 not in windows:
         rows.poison_before(max(windows))
     check(rows, windows)
+
+
+def test_layers_of_each_group_use_their_own_blocks(package):
+    rows = make_rows(14, [(300, 1), (255, 1), (290, 20), (0, 40), (600, 1)], layer_groups=(0, 1))
+    rows.poison_before(30, group=1)
+    check(rows, (0, 30))
 
 
 def test_a_model_may_have_one_layer(package):

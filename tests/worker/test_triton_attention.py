@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.kernels import reference
 from pagewire.network.operations import BlockPattern
 from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
 
 from testing.kernels.recorded_launches import record_attention  # noqa: E402
-from tests.worker.attention_rows import E4M3, NUM_LAYERS, PADDING, Rows, random_lengths  # noqa: E402
+from tests.worker.attention_rows import E4M3, NUM_LAYERS, PADDING, Rows, copy_cache, random_lengths  # noqa: E402
 from worker_service.attention import DeviceRows, create_backend  # noqa: E402
 from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
 
@@ -38,29 +37,25 @@ def check(
     batch=None,
     backend=None,
     sinks=(None,) * NUM_LAYERS,
-    **scoring,
+    **fields,
 ):
     """Attend in every layer, and compare output and cache with the reference, and with the torch backend if it supports
     the rows.
 
-    `scoring`: fields of `AttentionShape` that all layers share.
+    `fields`: fields of `AttentionShape` that all layers share.
     """
-    shape = replace(rows.shape(windows), **scoring)
+    shape = replace(rows.shape(windows), **fields)
     backend = backend or TritonAttention(shape, NUM_PROCESSORS, DEVICE)
     expected_cache, torch_cache = copy_cache(rows.kv_cache), copy_cache(rows.kv_cache)
-    lengths, starts = rows.batch.seq_lens, rows.batch.query_start_loc
     attend = backend.prepare(batch or rows.batch, rows.kv_cache)
     torch_attend = None
-    if rows.shape().cache_dtype == rows.dtype and 0 not in lengths:
+    if rows.shape().cache_dtype == rows.dtype and 0 not in rows.batch.seq_lens:
         torch_attend = create_backend("torch", DEVICE, shape).prepare(rows.batch, torch_cache)
-    for layer, (key_cache, value_cache) in enumerate(expected_cache):
-        query, key, value = rows.random_qkv(starts[-1])
+    for layer, cache in enumerate(expected_cache):
+        query, key, value = rows.random_qkv(rows.batch.query_start_loc[-1])
         actual = attend(layer, query, key, value, sinks[layer])
-        reference.reshape_and_cache(key, value, key_cache, value_cache, rows.batch.slot_mapping)
-        expected = reference.paged_attention(
-            query, key_cache, value_cache, rows.batch.block_tables, lengths, starts,
-            replace(shape.scoring(shape.reaches[layer], DEVICE), sinks=sinks[layer]),
-        )  # fmt: skip
+        scoring = replace(shape.scoring(shape.reaches[layer], DEVICE), sinks=sinks[layer])
+        expected = rows.expected(layer, cache, (query, key, value), scoring)
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
         if torch_attend is not None:
             torch.testing.assert_close(
@@ -69,10 +64,6 @@ def check(
     for actual_layer, expected_layer in zip(rows.kv_cache, expected_cache, strict=True):
         for held, expected in zip(actual_layer, expected_layer, strict=True):
             torch.testing.assert_close(held.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
-
-
-def copy_cache(kv_cache):
-    return [(keys.clone(), values.clone()) for keys, values in kv_cache]
 
 
 def with_device_rows(batch, num_decodes, bound=0):
@@ -119,6 +110,17 @@ def test_layers_of_different_windows():
     check(make_rows(0, DECODES_FIRST), windows=(0, 10))
 
 
+@pytest.mark.parametrize("num_decodes", [None, 5])
+@pytest.mark.parametrize("windows", [(0, 0), (0, 10), (17, 600)])
+def test_layers_of_each_group_use_their_own_blocks(windows, num_decodes):
+    """Both layers use the same bytes, through different tables. Blocks before a window belong to other rows."""
+    rows = make_rows(16, [(40, 1), (0, 1), (599, 1), (15, 1), (40, 1), (0, 20), (33, 9)], layer_groups=(0, 1))
+    for group, window in enumerate(windows):
+        if window:
+            rows.poison_before(window, group)
+    check(rows, windows, batch=with_device_rows(rows.batch, num_decodes))
+
+
 @pytest.mark.parametrize("num_decodes", [0, 2, 4])
 def test_any_number_of_the_rows_that_have_one_token_may_be_told_to_decode(num_decodes):
     rows = make_rows(1, DECODES_FIRST)
@@ -156,9 +158,9 @@ def test_tokens_of_padding_are_one_row_and_rows_of_padding_have_none():
     """Of 20 tokens, one row decodes, one row has 4, and the rest are padding, as in a graph for any mix of rows."""
     rows = make_rows(15, [(40, 1), (33, 4), (0, 15)])
     rows.batch.seq_lens[2] = 0
-    rows.batch.slot_mapping[5:] = -1
+    rows.batch.slot_mapping[0, 5:] = -1
     starts, lengths = [0, 1, 5, 20, 20, 20], [41, 37, 0, 0, 0]
-    tables = torch.cat([rows.batch.block_tables, rows.batch.block_tables[:2]]).to(torch.int32)
+    tables = torch.cat([rows.batch.block_tables, rows.batch.block_tables[:, :2]], dim=1).to(torch.int32)
     device_rows = replace(DeviceRows.of(starts, lengths, DEVICE), num_decodes=None)
     batch = replace(rows.batch, query_start_loc=[], seq_lens=[900] * 5, block_tables=tables, device_rows=device_rows)
     check(rows, (0, 30), batch=batch)
@@ -244,7 +246,7 @@ def test_cache_of_8_bit_floats(dtype, tolerance):
 
 def test_row_reads_blocks_that_another_row_of_the_step_writes():
     rows = make_rows(10, [(0, 16), (16, 4)])
-    rows.batch.block_tables[1, 0] = rows.batch.block_tables[0, 0]
+    rows.batch.block_tables[0, 1, 0] = rows.batch.block_tables[0, 0, 0]
     check(rows)
 
 

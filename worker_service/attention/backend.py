@@ -135,8 +135,8 @@ class AttentionBackend(Protocol):
         then attends over the cache, causally unless the shape is bidirectional. All writes come before all reads, so a
         row may read blocks that another row of the same step fills. Layers count from 0. The query is not yet scaled.
 
-        Two kinds of cache positions may hold NaN: positions that belong to no row of the step, and positions before the
-        window of a row's first query in every layer. Blocks at such positions may belong to other sequences.
+        In each layer group, two kinds of cache positions may hold NaN: positions that belong to no row of the step, and
+        positions before the window of a row's first query. Blocks at such positions may belong to other sequences.
         """
 
 

@@ -33,7 +33,8 @@ class DeviceTable:
 
     Attributes:
         token_ids: [max_num_seqs + 1, max_model_len + 1] int32.
-        block_tables: [max_num_seqs + 1, max_num_blocks] int32; entries beyond a row's blocks are undefined.
+        block_tables: [G, max_num_seqs + 1, max_num_blocks] int32, the tables of each layer group; entries beyond a
+            row's blocks are undefined.
         token_counts: [max_num_seqs + 1, vocab_size] int32, in the format of `pagewire.kernels.sampling.sample`, for
             rows that have penalties. The tensor is allocated at once, so that the memory measurement includes it.
     """
@@ -44,7 +45,8 @@ class DeviceTable:
         self._limits = limits
         self._sampler = sampler
         self.token_ids = torch.zeros((num_slots, limits.max_model_len + 1), dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros((num_slots, limits.max_num_blocks), dtype=torch.int32, device=device)
+        table_shape = (len(limits.windows), num_slots, limits.max_num_blocks)
+        self.block_tables = torch.zeros(table_shape, dtype=torch.int32, device=device)
         self.token_counts = torch.zeros((num_slots, limits.vocab_size), dtype=torch.int32, device=device)
         self._lines = torch.zeros((len(FLOATS) + len(INTEGERS), num_slots), dtype=torch.int32, device=device)
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -117,13 +119,15 @@ class DeviceTable:
         It writes all blocks of new and forked sequences, and only the appended and replaced blocks of other sequences.
         An entry may be written twice, with the same value.
         """
-        whole = np.unique(np.array(changed, np.int64))
+        whole = table.tables_of(np.unique(np.array(changed, np.int64))).ravel()
         appended, num_appended = np.unique(np.array(plan.append_tables, np.int64), return_counts=True)
         num_blocks = np.concatenate([table.num_blocks[whole], num_appended])
         firsts = np.concatenate([np.zeros_like(whole), table.num_blocks[appended] - num_appended])
-        slots = np.concatenate([np.repeat([*whole, *appended], num_blocks), plan.set_block_tables]).astype(np.int64)
+        tables = np.concatenate([np.repeat([*whole, *appended], num_blocks), plan.set_block_tables]).astype(np.int64)
         indexes = np.concatenate([_ranges(firsts, num_blocks), plan.set_block_indexes]).astype(np.int64)
-        return _write(self.block_tables, slots, indexes, table.block_tables[slots, indexes], upload)
+        # Each layer group has one more table here, for the scratch slot.
+        places = tables + tables // self._limits.max_num_seqs
+        return _write(self.block_tables.flatten(0, 1), places, indexes, table.block_tables[tables, indexes], upload)
 
     def _open(self, openings: Sequence[RowOpening], upload: Upload) -> list[Edit]:
         lengths = np.array([len(opening.token_ids) for opening in openings])
@@ -225,12 +229,12 @@ class PackedSampling:
             table.token_counts[counted] = table.token_counts[counted] - packed[self.uncounted] * ~sampled.is_nan
 
 
-def _write(table: Tensor, slots: NDArray, indexes: NDArray, values: NDArray, upload: Upload) -> Edit:
-    """Return an operation for the GPU that writes values[i] to table[slots[i], indexes[i]] for every i.
+def _write(table: Tensor, places: NDArray, indexes: NDArray, values: NDArray, upload: Upload) -> Edit:
+    """Return an operation for the GPU that writes values[i] to table[places[i], indexes[i]] for every i.
 
-    The arrays are added to `upload`. The first index of the table is the slot of a running sequence.
+    The arrays are added to `upload`.
     """
-    where, written = upload.add(np.stack([slots, indexes])), upload.add(values)
+    where, written = upload.add(np.stack([places, indexes])), upload.add(values)
 
     def edit(packed: Tensor) -> None:
         rows, columns = packed[where].long().view(2, -1)

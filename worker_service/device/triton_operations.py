@@ -128,7 +128,7 @@ class TritonOperations(Operations):
         """
         if not isinstance(attend, CachedAttend):
             return super().turn(attend, layer, heads, preparation)
-        return (attend.caching.turn(heads, preparation, *attend.kv_cache[layer]),)
+        return (attend.cachings[layer].turn(heads, preparation, *attend.kv_cache[layer]),)
 
     def attend_rotated(self, attend: Attend, layer: int, turned: tuple[Tensor, ...], sinks: Tensor | None) -> Tensor:
         if isinstance(attend, CachedAttend) and len(turned) == 1:

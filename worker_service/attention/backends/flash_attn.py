@@ -19,7 +19,6 @@ from torch import Tensor
 from pagewire.kernels.arguments import LayerCache
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.cache import HEAD_DIMS
-from pagewire.kernels.triton.fused import HeadCaching
 from worker_service.attention.backend import AttentionBatch, AttentionShape, Capability, DeviceRows
 from worker_service.attention.backends.triton import CachedAttend
 from worker_service.models.torch_operations import Attend
@@ -61,6 +60,7 @@ class FlashAttention:
         self._scoring = shape.scoring((0, None), device)
         # The number of positions that a query sees to its left and right, without its own; -1: no limit.
         self._window_sizes = [(window - 1, 0) if window else (-1, -1) for window in shape.windows]
+        self._group_of_layer = shape.group_of_layer
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Prepare the attention of one step: separate the sequences that decode one token from those that prefill.
@@ -69,7 +69,6 @@ class FlashAttention:
         """
         rows = batch.rows_on(kv_cache[0][0].device)
         assert rows.num_decodes is not None, "only behind a graph, which cannot hold this backend"
-        block_tables = batch.block_tables.to(torch.int32)
         options = {
             "softmax_scale": self._scoring.scale,
             "softcap": self._scoring.softcap,
@@ -78,48 +77,48 @@ class FlashAttention:
         }
         parts: list[_Attending] = []
         if rows.num_decodes:
-            parts.append(_decodes(rows, rows.num_decodes, block_tables, options))
+            parts.append(_decodes(rows, rows.num_decodes, options))
         if rows.num_decodes < len(batch.seq_lens):
-            parts.append(_prompts(batch, rows, rows.num_decodes, block_tables, options))
+            parts.append(_prompts(batch, rows, rows.num_decodes, options))
+        tables = [[of_group[which] for which, _ in parts] for of_group in batch.block_tables.to(torch.int32)]
 
         def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
             assert sinks is None
             outputs = [
-                part(query[tokens], *kv_cache[layer], window_size=self._window_sizes[layer]) for tokens, part in parts
+                part(query[which], *kv_cache[layer], block_table=table, window_size=self._window_sizes[layer])
+                for (which, part), table in zip(parts, tables[self._group_of_layer[layer]], strict=True)
             ]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-        return CachedAttend(kv_cache, HeadCaching(batch.slot_mapping), attend)
+        return CachedAttend.of(kv_cache, self._group_of_layer, batch.slot_mapping, attend)
 
 
-# A slice of the step's tokens, and the function that attends with their queries over a layer's caches. The function
-# also needs the layer's window size.
+# A slice that selects sequences of the step and also their tokens, since sequences that decode come first. Then the
+# function that attends with these tokens over a layer's caches. It also needs the layer's block tables and window size.
 _Attending = tuple[slice, Callable[..., Tensor]]
 
 
-def _decodes(rows: DeviceRows, num: int, block_tables: Tensor, options: Mapping[str, Any]) -> _Attending:
+def _decodes(rows: DeviceRows, num: int, options: Mapping[str, Any]) -> _Attending:
     """Prepare attention for the first `num` sequences of a step, which decode one token each.
 
-    Return (tokens, attend). `tokens` is the slice of the batch with the sequences' tokens. `attend` computes the
+    Return (which, attend). `which` is the slice of the batch with the sequences and their tokens. `attend` computes the
     attention of these tokens in one layer.
     """
-    of_rows = {"cache_seqlens": rows.seq_lens[:num], "block_table": block_tables[:num]}
+    seq_lens = rows.seq_lens[:num]
 
-    def attend(query: Tensor, *caches: Tensor, window_size: tuple[int, int]) -> Tensor:
+    def attend(query: Tensor, *caches: Tensor, **of_layer: Any) -> Tensor:
         output: Tensor = flash_attn_with_kvcache(  # queries are [rows, 1, num_heads, head_dim]
-            query[:, None], *caches, window_size=window_size, **of_rows, **options
+            query[:, None], *caches, cache_seqlens=seq_lens, **of_layer, **options
         )
         return output[:, 0]
 
     return slice(0, num), attend
 
 
-def _prompts(
-    batch: AttentionBatch, rows: DeviceRows, first: int, block_tables: Tensor, options: Mapping[str, Any]
-) -> _Attending:
+def _prompts(batch: AttentionBatch, rows: DeviceRows, first: int, options: Mapping[str, Any]) -> _Attending:
     """Prepare attention for the sequences of a step from index `first` on, which may have several new tokens each.
 
-    Return (tokens, attend). `tokens` is the slice of the batch with the sequences' tokens. `attend` computes the
+    Return (which, attend). `which` is the slice of the batch with the sequences and their tokens. `attend` computes the
     attention of these tokens in one layer.
     """
     starts = rows.query_start_loc[first:]
@@ -129,6 +128,5 @@ def _prompts(
         "cu_seqlens_k": F.pad(rows.seq_lens[first:].cumsum(0, dtype=torch.int32), (1, 0)),
         "max_seqlen_q": max(end - start for start, end in pairwise(batch.query_start_loc[first:])),
         "max_seqlen_k": max(batch.seq_lens[first:]),
-        "block_table": block_tables[first:],
     }
     return slice(first, None), partial(flash_attn_varlen_func, **of_rows, **options)

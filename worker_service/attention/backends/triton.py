@@ -5,7 +5,7 @@ that the host knows. The device reads the actual lengths of the rows.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from pagewire.kernels.triton.attention_arguments import LayerGroup, paged_caches
 from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS, reshape_and_cache
 from pagewire.kernels.triton.decode_attention import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
 from pagewire.kernels.triton.fused import HeadCaching
-from pagewire.kernels.triton.launching import Strided
+from pagewire.kernels.triton.launching import RepeatedLaunch, Strided
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.tiles import MAX_GROUPS
 from worker_service.attention.backend import AttentionBatch, AttentionShape, Capability, DeviceRows
@@ -53,14 +53,30 @@ class CachedAttend:
     """
 
     kv_cache: Sequence[LayerCache]
-    caching: HeadCaching  # for the step's tokens
+    cachings: Sequence[HeadCaching]  # [num_layers], for the step's tokens
     # (layer, query [T, num_heads, head_dim], sinks of the layer) -> output of the query's shape. The cache must already
     # hold the step's keys and values.
     attend_cached: Callable[[int, Tensor, Tensor | None], Tensor]
 
+    @staticmethod
+    def of(
+        kv_cache: Sequence[LayerCache],
+        group_of_layer: Sequence[int],
+        slot_mapping: Tensor,
+        attend_cached: Callable[[int, Tensor, Tensor | None], Tensor],
+    ) -> "CachedAttend":
+        """Return the attention function of a step.
+
+        `group_of_layer` is the layer group of each layer. `slot_mapping` [G, T] is the one of the step's
+        `AttentionBatch`.
+        """
+        launches: dict[Hashable, RepeatedLaunch] = {}
+        of_groups = [HeadCaching(slots, launches) for slots in slot_mapping]
+        return CachedAttend(kv_cache, [of_groups[group] for group in group_of_layer], attend_cached)
+
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Compute the attention of one layer and return the output in the shape of `query`. See `Attend`."""
-        reshape_and_cache(key, value, *self.kv_cache[layer], self.caching.slot_mapping)
+        reshape_and_cache(key, value, *self.kv_cache[layer], self.cachings[layer].slot_mapping)
         return self.attend_cached(layer, query, sinks)
 
 
@@ -75,6 +91,7 @@ class TritonAttention:
     def __init__(self, shape: AttentionShape, num_processors: int, device: torch.device) -> None:
         """Create the backend. `num_processors` is the GPU's number of multiprocessors (`multi_processor_count`)."""
         self._shape = shape
+        self._layers = list(zip(shape.group_of_layer, shape.reaches, strict=True))
         self._scorings = {reach: shape.scoring(reach, device) for reach in set(shape.reaches)}
         self._num_processors = num_processors
         self._plans: dict[int, SplitPlan] = {}  # by window, each for the most rows of any step until now
@@ -86,36 +103,43 @@ class TritonAttention:
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Prepare the attention of one step: choose kernels, and decide whether several GPU programs share a sequence.
 
-        The decision is made once for all layers with the same reach. See `AttentionBackend.prepare`.
+        The decision is made once for all layers with the same reach. Layers of one layer group with the same reach
+        share the kernels' other arguments, too. See `AttentionBackend.prepare`.
         """
         strides = self._strides_of(kv_cache)
         device = kv_cache[0][0].device
         rows = batch.rows_on(device)
         block_tables = batch.block_tables.to(torch.int32)
         num_blocks = kv_cache[0][0].shape[0]
-        query_shape = (batch.slot_mapping.numel(), self._shape.num_heads, self._shape.head_dim)
+        query_shape = (batch.slot_mapping.shape[1], self._shape.num_heads, self._shape.head_dim)
         # If only the device knows which rows decode, any row may decode. The other rows have length 0 for that kernel.
         decode_lens, prefill_lens = rows.seq_lens[: rows.num_decodes], None
         if rows.num_decodes is None:
             decode_lens, prefill_lens = _split_lengths(rows)
+        shared = {
+            reach: (
+                LayerGroup.of(query_shape, self._shape.dtype, paged_caches(*kv_cache[0]), scoring),
+                self._plan(batch, decode_lens, scoring.window, num_blocks, device),
+            )
+            for reach, scoring in self._scorings.items()
+        }
         attentions = {}
-        for reach, scoring in self._scorings.items():
-            group = LayerGroup.of(query_shape, self._shape.dtype, paged_caches(*kv_cache[0]), scoring)
-            plan = self._plan(batch, decode_lens, scoring.window, num_blocks, device)
+        for layer_group, reach in dict.fromkeys(self._layers):
+            (group, plan), tables = shared[reach], block_tables[layer_group]
             if prefill_lens is None:
                 split = (len(decode_lens), plan)
-                attention = PagedAttention.of(group, block_tables, rows.seq_lens, rows.query_start_loc, *split)
+                attention = PagedAttention.of(group, tables, rows.seq_lens, rows.query_start_loc, *split)
             else:
                 lengths = (decode_lens, prefill_lens, rows.query_start_loc)
-                attention = PagedAttention.of_any_rows(group, block_tables, *lengths, plan)
-            attentions[reach] = attention
-        of_layers = [attentions[reach] for reach in self._shape.reaches]
+                attention = PagedAttention.of_any_rows(group, tables, *lengths, plan)
+            attentions[layer_group, reach] = attention
+        of_layers = [attentions[key] for key in self._layers]
 
         def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
             caches = Strided(kv_cache[layer][0], strides[layer][0]), Strided(kv_cache[layer][1], strides[layer][1])
             return of_layers[layer].attend(query, caches, sinks)
 
-        return CachedAttend(kv_cache, HeadCaching(batch.slot_mapping), attend)
+        return CachedAttend.of(kv_cache, self._shape.group_of_layer, batch.slot_mapping, attend)
 
     def _strides_of(self, kv_cache: Sequence[LayerCache]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return the strides of each layer's key cache and value cache.
