@@ -119,7 +119,7 @@ class DeviceTable:
         It writes all blocks of new and forked sequences, and only the appended and replaced blocks of other sequences.
         An entry may be written twice, with the same value.
         """
-        whole = table.tables_of(np.unique(np.array(changed, np.int64))).ravel()
+        whole = self._limits.tables_of(np.unique(np.array(changed, np.int64))).ravel()
         appended, num_appended = np.unique(np.array(plan.append_tables, np.int64), return_counts=True)
         num_blocks = np.concatenate([table.num_blocks[whole], num_appended])
         firsts = np.concatenate([np.zeros_like(whole), table.num_blocks[appended] - num_appended])

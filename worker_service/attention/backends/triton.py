@@ -71,7 +71,7 @@ class CachedAttend:
         `AttentionBatch`.
         """
         launches: dict[Hashable, RepeatedLaunch] = {}
-        of_groups = [HeadCaching(slots, launches) for slots in slot_mapping]
+        of_groups = [HeadCaching(slots, launches) for slots in slot_mapping.unbind()]
         return CachedAttend(kv_cache, [of_groups[group] for group in group_of_layer], attend_cached)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -109,7 +109,7 @@ class TritonAttention:
         strides = self._strides_of(kv_cache)
         device = kv_cache[0][0].device
         rows = batch.rows_on(device)
-        block_tables = batch.block_tables.to(torch.int32)
+        block_tables = batch.block_tables.to(torch.int32).unbind()
         num_blocks = kv_cache[0][0].shape[0]
         query_shape = (batch.slot_mapping.shape[1], self._shape.num_heads, self._shape.head_dim)
         # If only the device knows which rows decode, any row may decode. The other rows have length 0 for that kernel.
