@@ -48,7 +48,7 @@ class LayerTensors(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
+class AlikeLayers:
     """The attention layers of a model that have equal shapes and equal `Scoring`, except for their sinks. Arguments
     that are common to these layers are checked once per step, and not once per layer.
 
@@ -71,8 +71,8 @@ class LayerGroup:
     @staticmethod
     def of(
         query_shape: tuple[int, ...], query_dtype: torch.dtype, caches: PagedCaches, scoring: Scoring
-    ) -> "LayerGroup":
-        """Return a group for attention layers whose queries have this shape and dtype, and whose KV caches have the
+    ) -> "AlikeLayers":
+        """Return the common arguments of layers whose queries have this shape and dtype, and whose KV caches have the
         shape and dtype of `caches`.
 
         Raises ValueError if the arguments do not match or are not supported.
@@ -83,10 +83,10 @@ class LayerGroup:
         cap = scoring.softcap * LOG2_E if scoring.softcap else None
         numbers = (scoring.alibi_slopes, scoring.sinks, scoring.pattern)
         weighing = ScoreArguments(score_factor(scoring), cap, *numbers)
-        return LayerGroup(tuple(query_shape), query_dtype, tuple(cache.shape), cache.dtype, scoring, weighing)
+        return AlikeLayers(tuple(query_shape), query_dtype, tuple(cache.shape), cache.dtype, scoring, weighing)
 
     def launch(self, kernel: Any, name: str, grid: Callable[[AttentionConstants], tuple[int, int]]) -> RepeatedLaunch:
-        """Return an object that launches an attention kernel for the layers of this group. The tile, the part of the
+        """Return an object that launches an attention kernel for these layers. The tile, the part of the
         work that one program computes at a time, is looked up in `tiles` under `name`. `grid` is called with the
         kernel's constants and returns the launch grid."""
         _, num_heads, head_dim = self.query_shape
@@ -116,7 +116,7 @@ class LayerGroup:
         memory is allocated.
 
         `sinks` are the attention sinks of this layer, [num_heads] float32. If `sinks` is None, the sinks of `scoring`
-        are used. Raises ValueError if a tensor does not match the group.
+        are used. Raises ValueError if a tensor does not match the layers.
         """
         cache, others = caches[0].data, caches[1].data
         if cache.shape != self.cache_shape or others.shape != self.cache_shape or cache.dtype != self.cache_dtype:
@@ -144,12 +144,12 @@ class LayerGroup:
 
 def one_layer(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, scoring: Scoring, output: Tensor | None
-) -> tuple[LayerGroup, LayerTensors]:
-    """Check the arguments of one attention layer that is computed alone. Return a group that contains only this layer,
+) -> tuple[AlikeLayers, LayerTensors]:
+    """Check the arguments of one attention layer that is computed alone. Return the `AlikeLayers` of this layer alone
     and the layer's kernel arguments. Raises ValueError if the arguments do not match."""
     caches = paged_caches(key_cache, value_cache)
-    group = LayerGroup.of(query.shape, query.dtype, caches, scoring)
-    return group, group.tensors(query, caches, output=output)
+    layers = AlikeLayers.of(query.shape, query.dtype, caches, scoring)
+    return layers, layers.tensors(query, caches, output=output)
 
 
 def paged_caches(key_cache: Tensor, value_cache: Tensor) -> PagedCaches:

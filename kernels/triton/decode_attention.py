@@ -21,7 +21,7 @@ import triton.language as tl
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton.attention_arguments import (
     LOWEST,
-    LayerGroup,
+    AlikeLayers,
     LayerTensors,
     adjust_scores,
     count_sinks,
@@ -254,8 +254,8 @@ def paged_attention_v2(
     Raises:
         ValueError: a shape, dtype, stride or number is not supported.
     """
-    group, layer = one_layer(query, key_cache, value_cache, scoring, output)
-    DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], plan).launch(layer)
+    layers, layer = one_layer(query, key_cache, value_cache, scoring, output)
+    DecodeAttention.of(layers, block_tables, seq_lens, query.shape[0], plan).launch(layer)
     return layer.output.data
 
 
@@ -266,10 +266,10 @@ _Splits = namedtuple("_Splits", "rows starts sums highest totals")
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
     """The attention of a decode step, in which each row (running sequence) has one new token. It is prepared once per
-    step for a group of layers. Then `launch` computes each layer, for which only the `LayerTensors` differ.
+    step for layers that are alike. Then `launch` computes each layer, for which only the `LayerTensors` differ.
 
     Attributes:
-        rows: see `LayerGroup.rows`.
+        rows: see `AlikeLayers.rows`.
         attend: launches the attention kernel; None if there are no rows.
         splits: the splits of the rows; None means that rows are not split.
         reduce: launches the kernel that adds up the results of the splits; None means that rows are not split.
@@ -282,7 +282,7 @@ class DecodeAttention:
 
     @staticmethod
     def of(
-        group: LayerGroup,
+        layers: AlikeLayers,
         block_tables: Tensor,
         seq_lens: Tensor,
         num_rows: int,
@@ -291,24 +291,24 @@ class DecodeAttention:
         """Prepare attention for the first `num_rows` queries of a decode step, as `paged_attention_v2` computes it, or
         as `paged_attention_v1` if `plan` is None.
 
-        Raises ValueError if there are fewer queries than rows, or if an argument does not match the group.
+        Raises ValueError if there are fewer queries than rows, or if an argument does not match the layers.
         """
-        num_tokens, num_heads, head_dim = group.query_shape
+        num_tokens, num_heads, head_dim = layers.query_shape
         if num_rows > num_tokens:
             raise ValueError(f"there are {num_rows} rows but only {num_tokens} queries; pass a query for each row")
-        rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or ANY_LEN)
-        num_kv_heads = group.cache_shape[2]
+        rows = layers.rows(block_tables, seq_lens, num_rows, layers.scoring.window or ANY_LEN)
+        num_kv_heads = layers.cache_shape[2]
         if plan is not None:
             plan.check((num_rows, num_heads, head_dim))
         if not num_rows:
             return DecodeAttention(rows, None, None, None)
         if plan is None:
             grid = (num_kv_heads, num_rows)
-            attend = group.launch(_paged_attention_v1_kernel, "paged_attention_v1", lambda shape: grid)
+            attend = layers.launch(_paged_attention_v1_kernel, "paged_attention_v1", lambda shape: grid)
             return DecodeAttention(rows, attend, None, None)
         splits = _Splits(plan.split_rows, plan.split_starts, plan.sums, plan.highest, plan.totals)
         grid = (num_kv_heads, plan.split_rows.shape[0])
-        attend = group.launch(_paged_attention_v2_kernel, "paged_attention_v2", lambda shape: grid)
+        attend = layers.launch(_paged_attention_v2_kernel, "paged_attention_v2", lambda shape: grid)
         padded_dim = triton.next_power_of_2(head_dim)
         constants = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "TILE": REDUCTION_TILE}
         reduce = RepeatedLaunch(_reduction_kernel, (num_heads, num_rows, 1), constants, {"num_warps": 4})
@@ -326,8 +326,8 @@ class DecodeAttention:
         self.reduce(layer.kind, self.splits, layer.output)
 
 
-# Device code. Scores are in units of log 2, so that weights are powers of two. `LayerGroup` builds the arguments; SHAPE
-# is an `AttentionConstants`.
+# Device code. Scores are in units of log 2, so that weights are powers of two. `AlikeLayers` builds the arguments;
+# SHAPE is an `AttentionConstants`.
 
 # The lengths of rows and their position in a step's tensors must not trigger a recompilation.
 _NUMBERS = ["table_stride", "window"]

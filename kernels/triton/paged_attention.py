@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pagewire.kernels.triton.attention_arguments import LayerGroup, PagedCaches
+from pagewire.kernels.triton.attention_arguments import AlikeLayers, PagedCaches
 from pagewire.kernels.triton.decode_attention import DecodeAttention, SplitPlan
 from pagewire.kernels.triton.prefill_attention import PrefillAttention
 
@@ -16,19 +16,19 @@ from pagewire.kernels.triton.prefill_attention import PrefillAttention
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
     """The attention of a step with decode rows (sequences with one new token) and prefill rows. It is prepared once per
-    step for a group of layers, so that each layer only launches kernels.
+    step for layers that are alike, so that each layer only launches kernels.
 
     Attributes:
-        group: the layers that are computed.
+        layers: the layers that are computed.
         parts: the attention of the decode rows and of the prefill rows, in the order of their launches.
     """
 
-    group: LayerGroup
+    layers: AlikeLayers
     parts: tuple[DecodeAttention | PrefillAttention, ...]
 
     @staticmethod
     def of(
-        group: LayerGroup,
+        layers: AlikeLayers,
         block_tables: Tensor,
         seq_lens: Tensor,
         query_start_loc: Tensor,
@@ -39,7 +39,7 @@ class PagedAttention:
         rows must come first, with one query each.
 
         Args:
-            group: the layers.
+            layers: the layers.
             block_tables, seq_lens: as in `paged_prefill`.
             query_start_loc: [S + 1] int32, on the device.
             num_decodes: number of rows at the beginning that have one query.
@@ -50,22 +50,22 @@ class PagedAttention:
             ValueError: a shape, dtype, stride or number is not supported.
         """
         num_rows = seq_lens.numel()
-        if not 0 <= num_decodes <= min(num_rows, group.query_shape[0]):
-            raise ValueError(f"num_decodes is {num_decodes} of {num_rows} rows with {group.query_shape[0]} queries")
+        if not 0 <= num_decodes <= min(num_rows, layers.query_shape[0]):
+            raise ValueError(f"num_decodes is {num_decodes} of {num_rows} rows with {layers.query_shape[0]} queries")
         parts: list[DecodeAttention | PrefillAttention] = []
         if num_decodes:
             first = slice(0, num_decodes)
             tensors = (block_tables[first], seq_lens[first])
-            parts.append(DecodeAttention.of(group, *tensors, num_decodes, plan))
+            parts.append(DecodeAttention.of(layers, *tensors, num_decodes, plan))
         if num_decodes < num_rows:
             rest = slice(num_decodes, None)
             tensors = (block_tables[rest], seq_lens[rest])
-            parts.append(PrefillAttention.of(group, *tensors, query_start_loc[rest], num_decodes))
-        return PagedAttention(group, tuple(parts))
+            parts.append(PrefillAttention.of(layers, *tensors, query_start_loc[rest], num_decodes))
+        return PagedAttention(layers, tuple(parts))
 
     @staticmethod
     def of_any_rows(
-        group: LayerGroup,
+        layers: AlikeLayers,
         block_tables: Tensor,
         decode_lens: Tensor,
         prefill_lens: Tensor,
@@ -80,7 +80,7 @@ class PagedAttention:
         kernel runs afterwards and writes the results of all queries of the prefill rows.
 
         Args:
-            group: the layers.
+            layers: the layers.
             block_tables, query_start_loc: as in `of`. There are at least as many queries as rows, and every query
                 belongs to a row.
             decode_lens: [S] int32, seq_lens of the rows that decode, 0 for the others.
@@ -90,9 +90,9 @@ class PagedAttention:
         Raises:
             ValueError: a shape, dtype, stride or number is not supported.
         """
-        decodes = DecodeAttention.of(group, block_tables, decode_lens, decode_lens.numel(), plan)
-        prefills = PrefillAttention.of(group, block_tables, prefill_lens, query_start_loc, 0)
-        return PagedAttention(group, (decodes, prefills))
+        decodes = DecodeAttention.of(layers, block_tables, decode_lens, decode_lens.numel(), plan)
+        prefills = PrefillAttention.of(layers, block_tables, prefill_lens, query_start_loc, 0)
+        return PagedAttention(layers, (decodes, prefills))
 
     def attend(
         self, query: Tensor, caches: PagedCaches, sinks: Tensor | None = None, output: Tensor | None = None
@@ -101,9 +101,9 @@ class PagedAttention:
         step's new tokens.
 
         Args:
-            query: [T, num_heads, head_dim], with the shape and dtype of the group; the last dimension dense.
+            query: [T, num_heads, head_dim], with the shape and dtype of `layers`; the last dimension dense.
             caches: the caches of the layer; see `paged_caches`.
-            sinks: the sinks of the layer, [num_heads] float32; None means the sinks of the group's scoring.
+            sinks: the sinks of the layer, [num_heads] float32; None means the sinks of the layers' scoring.
             output: memory for the result, with the query's shape and dtype, the last dimension dense; None means new
                 memory.
 
@@ -113,7 +113,7 @@ class PagedAttention:
         Raises:
             ValueError: a shape, dtype, stride or number is not supported.
         """
-        layer = self.group.tensors(query, caches, sinks, output)
+        layer = self.layers.tensors(query, caches, sinks, output)
         for part in self.parts:
             part.launch(layer)
         return layer.output.data

@@ -20,8 +20,8 @@ import triton.language as tl
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton.attention_arguments import (
     LOWEST,
+    AlikeLayers,
     AttentionConstants,
-    LayerGroup,
     LayerTensors,
     adjust_scores,
     count_sinks,
@@ -71,18 +71,18 @@ def paged_prefill(
     Raises:
         ValueError: a shape, dtype, stride or number is not supported.
     """
-    group, layer = one_layer(query, key_cache, value_cache, scoring, output)
-    PrefillAttention.of(group, block_tables, seq_lens, query_start_loc, 0).launch(layer)
+    layers, layer = one_layer(query, key_cache, value_cache, scoring, output)
+    PrefillAttention.of(layers, block_tables, seq_lens, query_start_loc, 0).launch(layer)
     return layer.output.data
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillAttention:
-    """The attention of `paged_prefill` for one step. It is prepared once per step for a group of layers. Then `launch`
-    computes each layer, for which only the `LayerTensors` differ.
+    """The attention of `paged_prefill` for one step. It is prepared once per step for layers that are alike. Then
+    `launch` computes each layer, for which only the `LayerTensors` differ.
 
     Attributes:
-        rows: see `LayerGroup.rows`.
+        rows: see `AlikeLayers.rows`.
         query_start_loc: [S + 1] int32, on the device.
         num_rows: S.
         attend: launches the attention kernel.
@@ -95,7 +95,7 @@ class PrefillAttention:
 
     @staticmethod
     def of(
-        group: LayerGroup,
+        layers: AlikeLayers,
         block_tables: Tensor,
         seq_lens: Tensor,
         query_start_loc: Tensor,
@@ -108,15 +108,15 @@ class PrefillAttention:
         does not know this number.
         """
         num_rows = seq_lens.numel()
-        rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or None)
+        rows = layers.rows(block_tables, seq_lens, num_rows, layers.scoring.window or None)
         check_tensor("query_start_loc", query_start_loc, (num_rows + 1,), torch.int32)
-        num_queries = group.query_shape[0] - num_skipped
+        num_queries = layers.query_shape[0] - num_skipped
 
         def grid(shape: AttentionConstants) -> tuple[int, int]:
             max_tiles = num_queries // (shape.block_m // shape.num_groups) + num_rows  # see `_find_tile`
-            return max_tiles, group.cache_shape[2]
+            return max_tiles, layers.cache_shape[2]
 
-        attend = group.launch(_paged_prefill_kernel, "paged_prefill", grid)
+        attend = layers.launch(_paged_prefill_kernel, "paged_prefill", grid)
         return PrefillAttention(rows, query_start_loc, num_rows, attend)
 
     def launch(self, layer: LayerTensors) -> None:
@@ -126,8 +126,8 @@ class PrefillAttention:
             self.attend(layer.kind, *arguments, self.query_start_loc, self.num_rows)
 
 
-# Device code. Scores are in units of log 2, so that weights are powers of two. `LayerGroup` builds the arguments; SHAPE
-# is an `AttentionConstants`.
+# Device code. Scores are in units of log 2, so that weights are powers of two. `AlikeLayers` builds the arguments;
+# SHAPE is an `AttentionConstants`.
 
 # The position of the first prefill row in the step's tensors must not trigger a recompilation.
 _NUMBERS = ["table_stride", "window", "num_rows"]

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton import launching, prefill_attention, tiles
-from pagewire.kernels.triton.attention_arguments import AttentionConstants, LayerGroup, paged_caches
+from pagewire.kernels.triton.attention_arguments import AlikeLayers, AttentionConstants, paged_caches
 from pagewire.kernels.triton.decode_attention import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.tiles import Tile
@@ -204,9 +204,9 @@ def check_paged_attention(device: torch.device, case: Case, num_decodes: int, *,
         plan.decide(seq_lens[:num_decodes], case.window or ANY_LEN)
     starts = torch.tensor(batch.query_start_loc, **integers)
     caches = paged_caches(batch.key_cache, batch.value_cache)
-    group = LayerGroup.of(batch.query.shape, batch.query.dtype, caches, batch.scoring)
+    layers = AlikeLayers.of(batch.query.shape, batch.query.dtype, caches, batch.scoring)
     rows = (batch.block_tables, seq_lens, starts, num_decodes, plan)
-    output = PagedAttention.of(group, *rows).attend(batch.query, caches)
+    output = PagedAttention.of(layers, *rows).attend(batch.query, caches)
     compare(output, expected, batch, f"{case}, {num_decodes} decode, {splits=}")
 
 

@@ -16,7 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pagewire.kernels.arguments import NormRopeParams, Scoring
-from pagewire.kernels.triton.attention_arguments import LayerGroup, PagedCaches, paged_caches
+from pagewire.kernels.triton.attention_arguments import AlikeLayers, PagedCaches, paged_caches
 from pagewire.kernels.triton.decode_attention import SplitPlan
 from pagewire.kernels.triton.fused import HeadCaching
 from pagewire.kernels.triton.paged_attention import PagedAttention
@@ -92,12 +92,12 @@ def layers_to_turn() -> Iterator[tuple[str, Tensor, NormRopeParams, Tensor, Tens
 
 def attentions(caches: PagedCaches) -> Iterator[PagedAttention]:
     """Yield attentions over the same rows, none of which has launched anything."""
-    group = LayerGroup.of((NUM_TOKENS, NUM_HEADS, HEAD_DIM), torch.float32, caches, Scoring(1.0, window=20))
+    layers = AlikeLayers.of((NUM_TOKENS, NUM_HEADS, HEAD_DIM), torch.float32, caches, Scoring(1.0, window=20))
     tables = torch.zeros((NUM_ROWS, 7), dtype=torch.int32)
     seq_lens, starts = torch.ones(NUM_ROWS, dtype=torch.int32), torch.arange(NUM_ROWS + 1, dtype=torch.int32)
     plan = SplitPlan.allocate(NUM_DECODES, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, CPU, num_programs=8)
     while True:
-        yield PagedAttention.of(group, tables, seq_lens, starts, NUM_DECODES, plan)
+        yield PagedAttention.of(layers, tables, seq_lens, starts, NUM_DECODES, plan)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from pagewire.kernels import reference
 from pagewire.kernels.triton import tiles
-from pagewire.kernels.triton.attention_arguments import LayerGroup, paged_caches
+from pagewire.kernels.triton.attention_arguments import AlikeLayers, paged_caches
 from pagewire.kernels.triton.decode_attention import SplitPlan
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.network.operations import BlockPattern
@@ -57,19 +57,19 @@ def test_each_part_has_its_own_launch(device, monkeypatch, splits):
 
 @pytest.mark.parametrize("splits", [False, True])
 def test_layers_are_launched_with_what_is_theirs(device, splits):
-    """Layers of a group differ in queries, caches, sinks and strides. Each gets the same result as alone."""
+    """Layers that are alike differ in queries, caches, sinks and strides. Each gets the same result as alone."""
     cases = [replace(CASE, seed=seed, has_sinks=seed == 1, is_head_major=seed == 2) for seed in range(3)]
     batches = [make_batch(case, device) for case in cases]
     first, integers = batches[0], {"dtype": torch.int32, "device": device}
     caches = [paged_caches(batch.key_cache, batch.value_cache) for batch in batches]
-    group = LayerGroup.of(first.query.shape, first.query.dtype, caches[0], first.scoring)
+    layers = AlikeLayers.of(first.query.shape, first.query.dtype, caches[0], first.scoring)
     seq_lens, starts = torch.tensor(first.seq_lens, **integers), torch.tensor(first.query_start_loc, **integers)
     plan = None
     if splits:
         plan = SplitPlan.allocate(3, 4, 2, 32, device, num_programs=64, min_chunk=16)
         plan.decide(seq_lens[:3])
     # All layers use the rows and blocks of the first layer, with content of their own in them.
-    attention = PagedAttention.of(group, first.block_tables, seq_lens, starts, 3, plan)
+    attention = PagedAttention.of(layers, first.block_tables, seq_lens, starts, 3, plan)
     for batch, cache in zip(batches, caches, strict=True):
         keys, values = batch.key_cache.nan_to_num(0.5), batch.value_cache.nan_to_num(0.5)
         batch.key_cache.copy_(keys)
@@ -85,9 +85,9 @@ def test_layers_are_launched_with_what_is_theirs(device, splits):
 def test_layers_that_differ_from_their_group_are_refused(device):
     batch = make_batch(CASE, device)
     caches = paged_caches(batch.key_cache, batch.value_cache)
-    group = LayerGroup.of(batch.query.shape, batch.query.dtype, caches, batch.scoring)
+    layers = AlikeLayers.of(batch.query.shape, batch.query.dtype, caches, batch.scoring)
     starts = torch.zeros(1, dtype=torch.int32, device=device)
-    attention = PagedAttention.of(group, batch.block_tables[:0], starts[:0], starts, 0, None)
+    attention = PagedAttention.of(layers, batch.block_tables[:0], starts[:0], starts, 0, None)
     with pytest.raises(ValueError, match=r"query is \[23, 4, 32\] .* make it \[25, 4, 32\] torch.float32"):
         attention.attend(batch.query[2:], caches)
     with pytest.raises(ValueError, match=r"query is \[25, 4, 32\] torch.float16 .* make it"):
@@ -112,7 +112,7 @@ def test_more_rows_than_there_are_do_not_decode(device, num_decodes):
     caches = paged_caches(batch.key_cache, batch.value_cache)
     with pytest.raises(ValueError, match=f"num_decodes is {num_decodes} of 6 rows"):
         PagedAttention.of(
-            LayerGroup.of(batch.query.shape, batch.query.dtype, caches, batch.scoring),
+            AlikeLayers.of(batch.query.shape, batch.query.dtype, caches, batch.scoring),
             batch.block_tables,
             torch.tensor(batch.seq_lens, **integers),
             torch.tensor(batch.query_start_loc, **integers),

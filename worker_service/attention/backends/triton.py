@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import LayerCache
 from pagewire.kernels.cpu import CpuKernels
-from pagewire.kernels.triton.attention_arguments import LayerGroup, paged_caches
+from pagewire.kernels.triton.attention_arguments import AlikeLayers, paged_caches
 from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS, reshape_and_cache
 from pagewire.kernels.triton.decode_attention import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
 from pagewire.kernels.triton.fused import HeadCaching
@@ -118,20 +118,20 @@ class TritonAttention:
             decode_lens, prefill_lens = _split_lengths(rows)
         shared = {
             reach: (
-                LayerGroup.of(query_shape, self._shape.dtype, paged_caches(*kv_cache[0]), scoring),
+                AlikeLayers.of(query_shape, self._shape.dtype, paged_caches(*kv_cache[0]), scoring),
                 self._plan(batch, decode_lens, scoring.window, num_blocks, device),
             )
             for reach, scoring in self._scorings.items()
         }
         attentions = {}
         for layer_group, reach in dict.fromkeys(self._layers):
-            (group, plan), tables = shared[reach], block_tables[layer_group]
+            (layers, plan), tables = shared[reach], block_tables[layer_group]
             if prefill_lens is None:
                 split = (len(decode_lens), plan)
-                attention = PagedAttention.of(group, tables, rows.seq_lens, rows.query_start_loc, *split)
+                attention = PagedAttention.of(layers, tables, rows.seq_lens, rows.query_start_loc, *split)
             else:
                 lengths = (decode_lens, prefill_lens, rows.query_start_loc)
-                attention = PagedAttention.of_any_rows(group, tables, *lengths, plan)
+                attention = PagedAttention.of_any_rows(layers, tables, *lengths, plan)
             attentions[layer_group, reach] = attention
         of_layers = [attentions[key] for key in self._layers]
 
