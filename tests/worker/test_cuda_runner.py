@@ -11,6 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,6 +28,7 @@ from pagewire.common.wire.messages import (
     Candidates,
     GrammarKind,
     GrammarReport,
+    LayerGroup,
     Logprobs,
     Pooling,
     RowOpening,
@@ -38,6 +40,7 @@ from pagewire.common.wire.messages import (
     WorkerProtocolError,
 )
 from pagewire.common.wire.worker_wire import decode_request, encode_request
+from pagewire.network.layer_groups import layer_groups
 from pagewire.network.source import load_config
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import (
@@ -80,7 +83,7 @@ from worker_service.streams import StreamWork
 
 pytestmark = pytest.mark.thorough
 
-VOCAB_SIZE = 151
+VOCAB_SIZE, MAX_MODEL_LEN = 151, 256
 READY = WorkerCapacity("w", b"m", VOCAB_SIZE, 256, 4, 60, 1, 6, 48, "cuda", "float32", "reference")
 
 
@@ -98,7 +101,7 @@ class DeviceOperations(Operations):
 
 
 class Pair:
-    """A plain runner and a runner on a fake device, with the same model."""
+    """A plain runner and a runner on a fake device, with the same model. `num_blocks` is for each layer group."""
 
     def __init__(
         self,
@@ -117,18 +120,21 @@ class Pair:
     ) -> None:
         config = load_config(path)
         model = load_model(path, dtype=torch.float32, device=CPU, operations=DeviceOperations())
+        self.groups = layer_groups(config.layers, MAX_MODEL_LEN)
+        num_blocks *= len(self.groups)
         self.limits = TableLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=256,
+            max_model_len=MAX_MODEL_LEN,
             block_size=block_size,
             num_device_blocks=num_blocks,
             vocab_size=VOCAB_SIZE,
+            windows=tuple(group.window for group in self.groups),
         )
         self.num_host_blocks = num_host_blocks
-        shape = cache_shape(config, (), block_size, torch.float32)
+        shape = cache_shape(config, self.groups, block_size, torch.float32)
         plain_cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks)
-        attention = attention_shape(config, block_size, torch.float32, torch.float32)
+        attention = attention_shape(config, block_size, torch.float32, torch.float32, self.groups)
         plain_attention = TorchAttention(attention, CPU)
         gated = {} if grammars is None else {"grammars": grammars[0], "gates_grammars": True}
         self.plain = host_runner(model, plain_cache, plain_attention, self.limits, **gated)
@@ -136,7 +142,7 @@ class Pair:
         self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device)
         for cache in (plain_cache, self.cache):
             cache.storage[1:] = torch.nan  # unwritten content
-        backend = DeviceAttention(tuple(heads.window for heads in config.layers), attention.scoring((0, None), CPU))
+        backend = DeviceAttention(attention.windows, attention.scoring((0, None), CPU), attention.group_of_layer)
         graphs = {"max_graph_batch_size": max_graph_batch_size, "max_graph_tokens": max_graph_tokens}
         own = grammars and grammars[1]
         self.runner = device_runner(
@@ -245,6 +251,7 @@ class History:
             attention_backend="reference",
             num_host_blocks=pair.num_host_blocks,
             swap_bandwidth=1e9 if pair.num_host_blocks else 0.0,
+            layer_groups=tuple(LayerGroup(group.window, len(group.layers)) for group in pair.groups),
             grammar_version="g",
             gates_grammars=True,
         )
@@ -508,6 +515,44 @@ def test_tokens_feed_the_next_step_on_the_device(checkpoints: dict[str, Path], m
     steps = plan_steps(rows, block_size=4, max_num_batched_tokens=20)
     results = assert_all_equal(pair, [step.plan for step in steps])
     assert sum(len(result.token_ids) for result in results) == 50
+
+
+@pytest.mark.parametrize(
+    ("family", "num_groups", "max_graph_batch_size", "max_graph_tokens"),
+    [
+        ("gpt_oss", 2, 6, 32),
+        ("gpt_oss", 2, 0, 0),
+        ("gemma3_text", 6, 6, 0),
+        ("gemma3_text", 6, 6, 32),
+        ("mistral", 1, 6, 32),
+    ],
+)
+def test_layer_groups_use_the_same_blocks_in_turn(
+    checkpoints: dict[str, Path], family: str, num_groups: int, max_graph_batch_size: int, max_graph_tokens: int
+) -> None:
+    """Blocks before a window are filled with NaN and used again, by any row and layer group."""
+    draw = SamplingParams(temperature=1.0, top_p=0.95)
+    rows = [
+        Row(random_tokens(i, length), 12, sampling, seed=i, sample_index=i)
+        for i, (length, sampling) in enumerate([(70, draw), (31, GREEDY), (3, draw), (50, GREEDY)])
+    ]
+    graphs = {"max_graph_batch_size": max_graph_batch_size, "max_graph_tokens": max_graph_tokens}
+    pair = Pair(checkpoints[family], 9, **graphs)
+    assert len(pair.groups) == num_groups
+    options = {"windows": pair.limits.windows, "max_num_seqs": pair.limits.max_num_seqs, "rng": random.Random(9)}
+    steps = plan_steps(rows, block_size=4, max_num_batched_tokens=20, **options)
+    opened = [opening.block_ids for step in steps for opening in step.plan.openings]
+    written = [block for blocks in (*opened, *(step.plan.append_block_ids for step in steps)) for block in blocks]
+    assert len(written) > 1.2 * len(set(written)), "few blocks are used again"
+    under_way = []
+    for step in steps:
+        under_way.append(pair.launch(step.plan))
+        unused = torch.tensor(step.free_blocks, dtype=torch.int64)
+        pair.plain._cache.storage[unused] = torch.nan
+        pair.device.compute.run(partial(pair.cache.storage.index_fill_, 0, unused, torch.nan))
+    for launched, expected in under_way:
+        assert_equal(launched.result(), expected)
+    assert sum(len(expected.token_ids) for _, expected in under_way) == 48
 
 
 def test_nan_logits_fail_their_row_only(checkpoints: dict[str, Path]) -> None:

@@ -71,6 +71,17 @@ def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path, monkey
         assert [graph.num_replays > 0 for graph in device.graphs] == [True, True, *[False, True] * 2]
 
 
+@pytest.mark.parametrize(("family", "lengths"), [("gemma3_text", (50, 90)), ("gpt_oss", (30, 3, 85))])
+def test_layer_groups_use_the_same_blocks_in_turn(family, lengths, tmp_path, monkeypatch):
+    """Windows of 20 pass several blocks of 16, in chunks of prompts and in decoding rows."""
+    record_launches(monkeypatch)
+    path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
+    device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else FakeDevice(seed=14)
+    runner = make_runner(path, device=device)
+    assert len(runner.table.limits.windows) == 2
+    check_tokens(path, runner, lengths, 32)
+
+
 @pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
 def test_a_quantised_head_is_multiplied_from_its_codes(tmp_path, case):
     paths = make_quantized(tmp_path, "llama", case, seed=8, skips=(), num_hidden_layers=1, vocab_size=160)

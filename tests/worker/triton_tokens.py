@@ -9,6 +9,7 @@ from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
 
+from pagewire.network.layer_groups import layer_groups  # noqa: E402
 from pagewire.network.source import load_config  # noqa: E402
 from testing.checkpoints.families import FAMILIES  # noqa: E402
 from testing.models import load_model  # noqa: E402
@@ -49,9 +50,10 @@ def make_runner(path, backend="triton", device=None):
     """
     config = load_config(path)
     assert TritonOperations.refusal(config.operations) is None
-    shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
+    groups = layer_groups(config.layers, config.max_position_embeddings)
+    shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32, groups)
     model = load_model(path, dtype=torch.float32, device=DEVICE, operations=TritonOperations(DEVICE))
-    blocks = cache_shape(config, (), BLOCK_SIZE, torch.float32)
+    blocks = cache_shape(config, groups, BLOCK_SIZE, torch.float32)
     limits = TableLimits(
         max_num_seqs=4,
         max_num_batched_tokens=64,
@@ -59,6 +61,7 @@ def make_runner(path, backend="triton", device=None):
         block_size=BLOCK_SIZE,
         num_device_blocks=NUM_BLOCKS,
         vocab_size=config.vocab_size,
+        windows=tuple(group.window for group in groups),
     )
     cache = CacheEngine(blocks, NUM_BLOCKS, DEVICE)
     cache.storage[1:] = float("nan")
@@ -84,15 +87,22 @@ def reference_tokens(path, prompt):
 
 
 def check_tokens(path, runner, lengths=(1, 33), budget=20):
-    """Compare greedy tokens after random prompts of these lengths. A step has at most `budget` tokens."""
+    """Compare greedy tokens after random prompts of these lengths. A step has at most `budget` tokens.
+
+    Blocks before a layer group's window are filled with NaN and used again.
+    """
     rng = random.Random(11)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
     outputs = [[] for _ in prompts]
     rows = [Row(prompt, NUM_OUTPUT_TOKENS) for prompt in prompts]
     runner.reset(epoch=1)
-    for step in plan_steps(rows, block_size=BLOCK_SIZE, max_num_batched_tokens=budget):
+    limits = runner.table.limits
+    options = {"windows": limits.windows, "max_num_seqs": limits.max_num_seqs, "rng": random.Random(11)}
+    for step in plan_steps(rows, block_size=BLOCK_SIZE, max_num_batched_tokens=budget, **options):
         result = runner.execute(step.plan)
         assert result.statuses == ()
         for slot, token_id in zip(step.sampling_slots, result.token_ids, strict=True):
             outputs[slot].append(token_id)
+        runner._cache.storage[step.free_blocks] = torch.nan
+        runner.computation.synchronize()
     assert outputs == [reference_tokens(path, prompt) for prompt in prompts]
