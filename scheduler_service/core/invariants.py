@@ -250,7 +250,7 @@ def _check_content(cache: CacheManager) -> None:
             if content.host_block:
                 assert host_contents[content.host_block] is content, "a host block holds two contents"
                 num_host_copies += 1
-        is_cached = any(content.is_cached for content in node.contents)
+        is_cached = any(content.blocks or content.host_block for content in node.contents)
         assert is_cached or node.children or node.cursors, "S8: a node outlived its copies, descendants and cursors"
     assert num_copies == index.num_cached_blocks == len(contents) - contents.count(None), "a block holds two contents"
     assert num_host_copies == index.num_cached_host_blocks == len(host_contents) - host_contents.count(None)

@@ -293,7 +293,8 @@ class Sequence:
         If `is_gated` is true, the worker does not compute the sequence after a sample until the scheduler has chosen
         the next token. No result of an earlier row of the sequence may be in flight.
         """
-        self.row = Row(self, self.allocation, slot, drops, is_gated, len(self.token_ids))
+        may_repeat = is_gated or self.group.request.grammar is not None
+        self.row = Row(self, self.allocation, slot, drops, is_gated, may_repeat, len(self.token_ids))
         return self.row
 
     def finish(self) -> None:
@@ -322,6 +323,9 @@ class Row:
     slot: int  # -1: the row was vacated
     drops: DropCount  # of all rows
     is_gated: bool  # after a sample it rests until the scheduler has chosen its next token
+    # The worker may have to compute the position of the last known token a second time: because a grammar's mask was
+    # not ready in time or, of a gated row, after a preemption. The sequence then keeps the blocks for it.
+    may_repeat: bool
     # Tokens known and in flight. A decoding row is not visited, and always has one token more than it has computed.
     _num_expected: int
     is_dropped: bool = False  # never reset: no result of it counts
@@ -380,16 +384,6 @@ class Row:
         must not be shared.
         """
         return min(self.allocation.num_computed_tokens, len(self.allocation.token_ids) - self.may_repeat)
-
-    @property
-    def may_repeat(self) -> bool:
-        """Whether the worker may have to compute the position of the last known token a second time.
-
-        This can happen if the request has a grammar whose mask was not ready in time. After a preemption, it can also
-        happen if the row is gated (the scheduler chooses its next token after each sample). The sequence must keep the
-        KV cache blocks for the second computation.
-        """
-        return self.is_gated or self.sequence.group.request.grammar is not None
 
     @property
     def next_position(self) -> int:

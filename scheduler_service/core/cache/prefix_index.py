@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import xxhash
 
@@ -91,7 +91,8 @@ class Windows(NamedTuple):
         nodes if none does."""
         num_blocks = len(nodes)
         for i in range(num_blocks - 1, self.num_passed(group, num_blocks) - 1, -1):
-            if not nodes[i].contents[group].is_on(on_device):
+            content = nodes[i].contents[group]
+            if not (content.blocks or (content.host_block and not on_device)):
                 return i
         return num_blocks
 
@@ -129,10 +130,10 @@ class Cursor:
         """Return the number of full blocks of the waiting prompt that would have to be computed."""
         return self.max_blocks - self.num_usable_blocks
 
-    def is_changed_by(self, content: Content, *, is_gain: bool) -> bool:
-        """Record that a content of a layer group with a window was cached or lost at the cursor's node or above it.
-        Return whether the number of usable blocks may have changed."""
-        known, depth = self._num_usable, content.node.depth
+    def is_changed_by(self, content: Content, depth: int, *, is_gain: bool) -> bool:
+        """Record that a content of a layer group with a window was cached or lost at the cursor's node or above it, in
+        block number `depth` of the prompt. Return whether the number of usable blocks may have changed."""
+        known = self._num_usable
         is_changed = known < self.num_blocks
         if not is_gain:
             is_changed = self.windows.num_passed(content.group, known) < depth <= known
@@ -190,12 +191,13 @@ class Cursor:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Content:
-    """The K and V of one layer group for the tokens of a node of the prefix index, and the blocks on the device and on
-    the host that contain a copy."""
+class LaterContent:
+    """The content of a node of the prefix index in a layer group other than the first: the K and V of the group's
+    layers, and the blocks on the device and on the host that contain a copy."""
 
     node: Node
     group: int
+    is_spine: bool
     blocks: tuple[int, ...] = ()  # a tuple of integers, which the garbage collector does not track
     host_block: int = 0  # 0: no copy on the host
     is_moving: bool = False  # a demotion or promotion of this content is in progress
@@ -205,33 +207,66 @@ class Content:
         """Return whether a block on the device or on the host contains a copy of this content."""
         return bool(self.blocks or self.host_block)
 
-    def is_on(self, device: bool) -> bool:
-        """Return whether a block contains a copy of this content. With `device`, only device blocks count."""
-        return bool(self.blocks or (not device and self.host_block))
-
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """A node of the prefix index: one full block of tokens that follows a given prefix, with its content in each layer
-    group."""
+    """A node of the prefix index: one full block of tokens that follows a given prefix. It is also the content of this
+    block in the first layer group; `later` has the contents in the others."""
 
     root: Root
     parent: Node | None
     token_bytes: bytes
-    block_hash: int
-    depth: int  # number of blocks from the root up to and including this one
-    num_spine: int  # number of first contents that a cached prefix needs
-    contents: tuple[Content, ...] = ()  # one for each layer group; none for a root
+    blocks: tuple[int, ...] = ()  # a tuple of integers, which the garbage collector does not track
+    host_block: int = 0  # 0: no copy on the host
+    is_moving: bool = False  # a demotion or promotion of this content is in progress
+    later: tuple[LaterContent, ...] = ()
     children: dict[bytes, Node] = field(default_factory=dict)
     # The cursors attached to this node, by the token bytes of their next block. None: no cursor was ever attached.
     cursors: dict[bytes, dict[Cursor, None]] | None = None
     num_cursors: int = 0  # on this node and its descendants; not counted for a root
+    _block_hash: int | None = None
+    group: ClassVar[int] = 0
+    is_spine: ClassVar[bool] = True
+
+    @property
+    def node(self) -> Node:
+        """Return the node itself, which is the node of its content in the first layer group."""
+        return self
+
+    @property
+    def contents(self) -> tuple[Content, ...]:
+        """Return the content of the node in each layer group."""
+        return (self, *self.later)
 
     @property
     def is_cached(self) -> bool:
-        """Return whether a cached prefix can go on with this node: the layer groups with the longest reach have their
-        contents, on the device or on the host."""
-        return all(content.is_cached for content in self.contents[: self.num_spine])
+        """Return whether a cached prefix can go on with this node: the spine has its contents, on the device or on the
+        host."""
+        if not (self.blocks or self.host_block):
+            return False
+        return not self.later or all(content.is_cached for content in self.later if content.is_spine)
+
+    @property
+    def depth(self) -> int:
+        """Return the number of blocks from the root up to and including this one."""
+        depth, node = 0, self
+        while node.parent is not None:
+            depth, node = depth + 1, node.parent
+        return depth
+
+    @property
+    def block_hash(self) -> int:
+        """Return the public name of the block. It is computed when it is first needed, because only cache events
+        contain it."""
+        nodes, node = [], self
+        while node._block_hash is None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        block_hash = node.root.block_hash if node._block_hash is None else node._block_hash
+        for node in reversed(nodes):
+            block_hash = xxhash.xxh3_64_intdigest(block_hash.to_bytes(8, "little") + node.token_bytes)
+            node._block_hash = block_hash
+        return block_hash
 
     def standing(self) -> list[Cursor]:
         """Return the cursors that stand at this node."""
@@ -239,8 +274,9 @@ class Node:
 
     def is_whole(self, tier: Tier) -> bool:
         """Return whether every layer group has its content in the given tier (device or host)."""
-        is_device = tier is Tier.DEVICE
-        return all(content.blocks if is_device else content.host_block for content in self.contents)
+        if tier is Tier.DEVICE:
+            return bool(self.blocks) and (not self.later or all(content.blocks for content in self.later))
+        return bool(self.host_block) and (not self.later or all(content.host_block for content in self.later))
 
     def stored(self, tier: Tier) -> BlockStored:
         """Return a cache event for subscribers, which says that prompts can now match this block in the given tier
@@ -254,6 +290,9 @@ class Node:
             is_first=self.parent.parent is None,
             root=self.root.digest,
         )
+
+
+Content = Node | LaterContent
 
 
 class Cursors:
@@ -289,11 +328,13 @@ class Cursors:
     def changed(self, content: Content, *, is_gain: bool) -> None:
         """Record that a content of a layer group with a window was cached (`is_gain`) or lost, for the waiting prompts
         whose cached prefix contains its node."""
-        nodes = [content.node] if content.node.num_cursors else []
+        if not content.node.num_cursors:
+            return
+        nodes, depth = [content.node], content.node.depth
         for visited in nodes:
             nodes.extend(child for child in visited.children.values() if child.num_cursors)
             for cursor in visited.standing():
-                if cursor.is_changed_by(content, is_gain=is_gain):
+                if cursor.is_changed_by(content, depth, is_gain=is_gain):
                     self._moved[cursor] = None
 
     def advance_waiting(self, node: Node) -> None:
@@ -336,7 +377,7 @@ class PrefixIndex:
         """Create an empty index. `windows` are the sliding windows of the layer groups, see `Windows`."""
         self._block_size = block_size
         self.windows = Windows(windows, block_size)
-        self._groups, self._num_spine = range(len(windows)), self.windows.num_spine
+        self._later, self._num_spine = range(1, len(windows)), self.windows.num_spine
         self.roots: dict[Root, Node] = {}
         self.contents: list[Content | None] = [None] * (num_blocks + 1)  # by device block
         self.host_contents: list[Content | None] = [None] * (num_host_blocks + 1)
@@ -399,10 +440,9 @@ class PrefixIndex:
         token_bytes = _token_bytes(token_ids, block_index, self._block_size)
         node = parent.children.get(token_bytes)
         if node is None:
-            block_hash = xxhash.xxh3_64_intdigest(parent.block_hash.to_bytes(8, "little") + token_bytes)
-            node = Node(root, parent, token_bytes, block_hash, parent.depth + 1, self._num_spine)
-            node.contents = tuple([Content(node, group) for group in self._groups])
-            parent.children[token_bytes] = node
+            node = parent.children[token_bytes] = Node(root, parent, token_bytes)
+            if self._later:
+                node.later = tuple(LaterContent(node, group, group < self._num_spine) for group in self._later)
         return node
 
     def add_copy(self, content: Content, block: int) -> None:
@@ -410,12 +450,11 @@ class PrefixIndex:
         RuntimeError if the index already has content for `block`."""
         if self.contents[block] is not None:
             raise RuntimeError(f"block {block} is published already")
-        is_first = not content.blocks
-        content.blocks += (block,)
         self.contents[block] = content
         self.num_cached_blocks += 1
-        if is_first:
-            self._record_gain(content, Tier.DEVICE, is_cached_elsewhere=content.host_block > 0)
+        content.blocks += (block,)
+        if len(content.blocks) == 1:
+            self._record_gain(content, Tier.DEVICE, content.host_block > 0)
 
     def add_host_copy(self, content: Content, host_block: int) -> None:
         """Record that the host block `host_block` contains a copy of a content. The content must have no copy on the
@@ -425,7 +464,7 @@ class PrefixIndex:
         content.host_block = host_block
         self.host_contents[host_block] = content
         self.num_cached_host_blocks += 1
-        self._record_gain(content, Tier.HOST, is_cached_elsewhere=bool(content.blocks))
+        self._record_gain(content, Tier.HOST, bool(content.blocks))
 
     def forget(self, block: int) -> None:
         """Remove a device block from the index, for example because the block is about to be overwritten. Does nothing
@@ -473,7 +512,7 @@ class PrefixIndex:
         """
         for node in self.nodes():
             node.children.clear()
-            node.cursors, node.contents = None, ()
+            node.cursors, node.later = None, ()
         self.roots.clear()
 
     def take_events(self) -> list[KvEvent]:
@@ -497,23 +536,23 @@ class PrefixIndex:
     def snapshot(self) -> list[BlockStored]:
         """Return a `BlockStored` event for all content that is cached now, so that a new subscriber learns the present
         state. The event of a block comes after the event of its parent block."""
-        return [node.stored(tier) for node in self.nodes() for tier in Tier if node.contents and node.is_whole(tier)]
+        return [node.stored(tier) for node in self.nodes() for tier in Tier if node.is_whole(tier)]
 
     def _root_node(self, root: Root) -> Node:
         node = self.roots.get(root)
         if node is None:
-            node = self.roots[root] = Node(root, None, b"", root.block_hash, 0, self._num_spine)
+            node = self.roots[root] = Node(root, None, b"")
         return node
 
-    def _record_gain(self, content: Content, tier: Tier, *, is_cached_elsewhere: bool) -> None:
+    def _record_gain(self, content: Content, tier: Tier, is_cached_elsewhere: bool) -> None:
         """Record that one tier (device or host) has got its first copy of a content. If the other tier has none, move
         the cursors of the waiting prompts."""
         node = content.node
-        if node.is_whole(tier):
+        if not node.later or node.is_whole(tier):
             self._changes.append((node, tier, True))
         if not self.cursors.number or is_cached_elsewhere:
             return
-        if content.group >= self._num_spine:
+        if not content.is_spine:
             self.cursors.changed(content, is_gain=True)
         elif node.is_cached:
             self.cursors.advance_waiting(node)
@@ -528,22 +567,24 @@ class PrefixIndex:
             content.blocks = ()
         else:
             content.host_block = 0
-        if node.num_cursors and not content.is_cached:
-            if content.group >= self._num_spine:
-                self.cursors.changed(content, is_gain=False)
-            else:
+        if node.num_cursors and not (content.blocks or content.host_block):
+            if content.is_spine:
                 self.cursors.move_back(node)
+            else:
+                self.cursors.changed(content, is_gain=False)
         self._prune(node)
 
     def _prune(self, node: Node) -> None:
         """Delete an index node if it has no cached copies, no children and no cursors. Then check its parent in the
         same way, and so on up to the root."""
-        while not (node.children or node.cursors or any(content.is_cached for content in node.contents)):
+        while not (node.blocks or node.host_block or node.children or node.cursors):
+            if node.later and any(content.is_cached for content in node.later):
+                return
             if node.parent is None:
                 del self.roots[node.root]
                 return
             del node.parent.children[node.token_bytes]
-            node.contents = ()  # they refer to the node
+            node.later = ()  # they refer to the node
             node = node.parent
 
 

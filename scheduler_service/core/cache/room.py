@@ -34,7 +34,9 @@ class StepCount:
 class BlockTable:
     """The KV cache blocks of one sequence in one layer group."""
 
+    group: int
     window: int  # the sliding window of the layer group, in tokens; 0: none
+    is_spine: bool
     blocks: list[int] = field(default_factory=list)  # device blocks; 0 for a block that the window has passed
     host_blocks: list[int] = field(default_factory=list)  # while the sequence is swapped
     num_freed: int = 0  # at the start of the table: blocks that the window has passed
@@ -310,9 +312,9 @@ class Room:
         Matched blocks that no other sequence uses are included, because they are free until then.
         """
         total = 0
-        for group, table in enumerate(allocation.tables):
-            num_passed = self.windows.num_passed(group, len(match.nodes))
-            copies = [node.contents[group].blocks for node in match.nodes[num_passed:]]
+        for table in allocation.tables:
+            num_passed = self.windows.num_passed(table.group, len(match.nodes))
+            copies = [node.contents[table.group].blocks for node in match.nodes[num_passed:]]
             num_used = sum(self.pool.ref_count(blocks[0]) > 0 for blocks in copies if blocks)
             total += self.num_opening_entries(allocation, table, num_passed) - num_passed - num_used
         return total

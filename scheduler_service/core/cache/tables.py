@@ -28,7 +28,9 @@ class CacheManager:
 
     def new_allocation(self, request: Request, root: Root, token_ids: list[int]) -> Allocation:
         """Return an allocation without blocks for a sequence of a request. `token_ids` is the sequence's own list."""
-        return Allocation(request, root, token_ids, tuple(map(BlockTable, self._windows.of_groups)))
+        windows, num_spine = self._windows.of_groups, self._windows.num_spine
+        tables = tuple(BlockTable(group, window, group < num_spine) for group, window in enumerate(windows))
+        return Allocation(request, root, token_ids, tables)
 
     def match(self, allocation: Allocation, cursor: Cursor | None) -> Match:
         """Find the longest cached prefix with which a sequence can start. Its blocks are on the device, or on the host.
@@ -64,13 +66,13 @@ class CacheManager:
         are not loaded, except for the last block of `match`.
         """
         nodes = match.nodes
-        for group, table in enumerate(allocation.tables):
-            table.freed(self._windows.num_passed(group, len(nodes)))
-            self._share_match(allocation, group, nodes)
+        for table in allocation.tables:
+            table.freed(self._windows.num_passed(table.group, len(nodes)))
+            self._share_match(allocation, table, nodes)
         blocks = {content: self._allocate() for content in match.loads}  # only now: an allocation evicts idle blocks
-        for group, table in enumerate(allocation.tables):
+        for table in allocation.tables:
             for i in range(table.num_freed, len(nodes)):
-                table.blocks[i] = table.blocks[i] or blocks[nodes[i].contents[group]]
+                table.blocks[i] = table.blocks[i] or blocks[nodes[i].contents[table.group]]
             num_entries = self.room.num_opening_entries(allocation, table, table.num_freed)
             table.blocks += [self._allocate() for _ in range(num_entries - len(nodes))]
         for content, block in blocks.items():
@@ -79,22 +81,21 @@ class CacheManager:
         allocation.published(nodes[-1] if nodes else None, len(nodes))
         allocation.compute(len(nodes) * self.block_size)
 
-    def _share_match(self, allocation: Allocation, group: int, nodes: tuple[Node, ...]) -> None:
+    def _share_match(self, allocation: Allocation, table: BlockTable, nodes: tuple[Node, ...]) -> None:
         """Begin a block table with the blocks of a prefix cache hit on the device. The other entries are 0.
 
         Blocks of the spine that the window has passed are shared and freed at once, so that they count as recently
         used.
         """
-        table, is_spine = allocation.tables[group], group < self._windows.num_spine
         for node in nodes:
-            blocks = node.contents[group].blocks
+            blocks = node.contents[table.group].blocks
             is_read = len(table.blocks) >= table.num_freed
-            if blocks and (is_read or is_spine):
+            if blocks and (is_read or table.is_spine):
                 self.pool.share(blocks[0])
             table.blocks.append(blocks[0] if blocks and is_read else 0)
-        if is_spine:
+        if table.is_spine:
             for node in nodes[: table.num_freed]:
-                for block in node.contents[group].blocks[:1]:
+                for block in node.contents[table.group].blocks[:1]:
                     self.tiers.device.free(block, free_list=allocation.free_list)
 
     def fork(self, allocation: Allocation, relative: Allocation, num_tokens: int) -> list[tuple[int, int]]:
@@ -152,6 +153,15 @@ class CacheManager:
 
     # Running
 
+    def append_next(self, allocation: Allocation) -> list[int]:
+        """Allocate one more device block to a sequence in each layer group, and return the numbers of these blocks."""
+        blocks = []
+        for table in allocation.tables:
+            block = self._allocate()
+            table.blocks.append(block)
+            blocks.append(block)
+        return blocks
+
     def append(self, allocation: Allocation, num_tokens: int) -> list[tuple[int, int]]:
         """Allocate the device blocks that a sequence still needs to compute its next `num_tokens` positions. Return
         them as (layer group, block)."""
@@ -193,11 +203,14 @@ class CacheManager:
 
         The last block that is in the prefix index is kept, so that the next block can be added after it.
         """
-        for group, table in enumerate(allocation.tables):
-            num_passed = self.room.first_needed_block(table.window, position)
-            if self.enable_prefix_caching and allocation.publishes:
-                num_passed = min(num_passed, allocation.num_published_blocks - 1)
-            self._free_passed(allocation, group, num_passed)
+        most = position  # more blocks than any window has passed
+        if self.enable_prefix_caching and allocation.publishes:
+            most = allocation.num_published_blocks - 1
+        for table in allocation.tables:
+            if table.window:
+                num_passed = min(most, (position - table.window + 1) // self.block_size)
+                if num_passed > table.num_freed:
+                    self._free_passed(allocation, table, num_passed)
 
     def free_unread(self, allocation: Allocation, position: int) -> None:
         """Free all blocks of a sequence that `position` and later positions do not read, because the sliding window has
@@ -206,29 +219,26 @@ class CacheManager:
         Unlike `slide`, this also frees the last block that is in the prefix index. No further blocks of the sequence
         can then be added to the index.
         """
-        for group, table in enumerate(allocation.tables):
-            self._free_passed(allocation, group, self.room.first_needed_block(table.window, position))
+        for table in allocation.tables:
+            num_passed = self.room.first_needed_block(table.window, position)
+            if num_passed > table.num_freed:
+                self._free_passed(allocation, table, num_passed)
         num_freed = allocation.tables[0].num_freed
         if num_freed and num_freed >= allocation.num_published_blocks:
             allocation.published(None, 0)
 
-    def _free_passed(self, allocation: Allocation, group: int, num_passed: int) -> None:
+    def _free_passed(self, allocation: Allocation, table: BlockTable, num_passed: int) -> None:
         """Free the first blocks of a block table, up to `num_passed`, because the sliding window has passed them.
 
         Blocks outside the spine are evicted before all other cached blocks, because hardly a prompt ends where they are
         read. The exceptions are the windows before the end of the prompt and before the end of the matched prefix.
         """
-        table, is_spine = allocation.tables[group], group < self._windows.num_spine
-        if table.num_freed >= num_passed:
-            return
-        num_prompt_blocks = len(allocation.request.prompt_token_ids) // self.block_size
-        kept = [
-            range(self._windows.num_passed(group, end), end)
-            for end in (allocation.num_matched_blocks, num_prompt_blocks)
-        ]
+        ends = (allocation.num_matched_blocks, len(allocation.request.prompt_token_ids) // self.block_size)
         for i in range(table.num_freed, num_passed):
-            is_spare = not is_spine and not any(i in blocks for blocks in kept)
-            self.tiers.device.free(table.blocks[i], spare=is_spare, free_list=allocation.free_list)
+            is_kept = table.is_spine or any(
+                self._windows.num_passed(table.group, end) <= i < end for end in ends if i < end
+            )
+            self.tiers.device.free(table.blocks[i], spare=not is_kept, free_list=allocation.free_list)
             table.blocks[i] = 0
         table.freed(num_passed)
 
@@ -238,15 +248,20 @@ class CacheManager:
         num_full = num_positions // self.block_size
         if num_full <= allocation.num_published_blocks or not (self.enable_prefix_caching and allocation.publishes):
             return
-        node, contents = allocation.last_node, self.index.contents
+        node, index, tables = allocation.last_node, self.index, allocation.tables
         for i in range(allocation.num_published_blocks, num_full):
-            first = contents[allocation.tables[0].blocks[i]]
-            node = first.node if first else self.index.extend(allocation.root, node, allocation.token_ids, i)
-            for content, table in zip(node.contents, allocation.tables, strict=True):
-                block = table.blocks[i]
-                if block and contents[block] is None:
-                    self.index.add_copy(content, block)
-        allocation.published(node, num_full)
+            first = tables[0].blocks[i]
+            published = index.contents[first]
+            if published is None:
+                node = index.extend(allocation.root, node, allocation.token_ids, i)
+                index.add_copy(node, first)
+            else:
+                node = published.node
+            for content in node.later:
+                block = tables[content.group].blocks[i]
+                if block and index.contents[block] is None:
+                    index.add_copy(content, block)
+        allocation.last_node, allocation.num_published_blocks = node, num_full
 
     def release(self, allocation: Allocation) -> None:
         """Release all KV cache blocks of a sequence, on the device and on the host. Until a block is reused, other

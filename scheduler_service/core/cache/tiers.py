@@ -61,7 +61,8 @@ class TierAllocator:
         """Allocate the next free block, and return its number. If the block had cached content, the content is removed
         from the prefix index."""
         block = self.pool.allocate()
-        self._forget(block)
+        if self._contents[block] is not None:
+            self._forget(block)
         return block
 
     def free(self, block: int, *, spare: bool = False, free_list: int = 0) -> None:
@@ -363,8 +364,10 @@ class Tiers:
             return []
         is_spine = last.group < windows.num_spine
         num_passed = 0 if is_spine else windows.num_passed(last.group, last.node.depth)
-        contents, node = [], last.node
-        while node.parent is not None and node.depth > num_passed and not node.contents[last.group].blocks:
+        contents: list[Content] = []
+        node = last.node
+        most = last.node.depth - num_passed
+        while node.parent is not None and len(contents) < most and not node.contents[last.group].blocks:
             content = node.contents[last.group]
             if content.is_moving or not content.host_block:
                 return []

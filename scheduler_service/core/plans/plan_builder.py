@@ -111,7 +111,7 @@ class WorkerRows:
     that are planned individually."""
 
     def __init__(self, capacity: WorkerCapacity, num_slots: int, steps: StepCount) -> None:
-        self._gates_grammars, self._num_worker_slots = capacity.gates_grammars, capacity.max_num_seqs
+        self._gates_grammars, self.num_worker_slots = capacity.gates_grammars, capacity.max_num_seqs
         self.slots = RowSlots(num_slots)
         self.decoding = DecodeBatch(steps, capacity.block_size)
         self.active: dict[Row, None] = {}  # rows that have tokens to compute and do not decode
@@ -120,7 +120,7 @@ class WorkerRows:
 
     def table(self, slot: int, group: int) -> int:
         """Return the number of the block table of a layer group for the row in a slot of the worker."""
-        return group * self._num_worker_slots + slot
+        return group * self.num_worker_slots + slot
 
     def take_slot(self, sequence: Sequence) -> Row:
         """Assign a slot of the worker to a sequence, and return the sequence's new row (the worker's state of one
@@ -258,10 +258,14 @@ class PlanBuilder:
             if row.last_step == self.step:
                 self.worker_rows.pause(row)
         due = [row for row in due if row.is_decoding]
+        num_slots = self.worker_rows.num_worker_slots
         if self._has_ample_blocks(len(due)):
             for row in due:
                 self._slide(row)
-                self._append(row, 1)
+                number = row.slot
+                for block in self.cache.append_next(row.allocation):
+                    self.appended_blocks.append((number, block))
+                    number += num_slots
                 self.worker_rows.decoding.got_block(row, self.step)
             self.began_block.extend(due)
             due.clear()
