@@ -233,14 +233,18 @@ class CacheManager:
         Blocks outside the spine are evicted before all other cached blocks, because hardly a prompt ends where they are
         read. The exceptions are the windows before the end of the prompt and before the end of the matched prefix.
         """
+        free, blocks = self.tiers.device.free, table.blocks
         ends = (allocation.num_matched_blocks, len(allocation.request.prompt_token_ids) // self.block_size)
+        first_spare = num_passed if table.is_spine else max(ends)
         for i in range(table.num_freed, num_passed):
-            is_kept = table.is_spine or any(
-                self._windows.num_passed(table.group, end) <= i < end for end in ends if i < end
-            )
-            self.tiers.device.free(table.blocks[i], spare=not is_kept, free_list=allocation.free_list)
-            table.blocks[i] = 0
+            is_spare = i >= first_spare or not (table.is_spine or self._is_read_at(table, i, ends))
+            free(blocks[i], spare=is_spare, free_list=allocation.free_list)
+            blocks[i] = 0
         table.freed(num_passed)
+
+    def _is_read_at(self, table: BlockTable, index: int, ends: tuple[int, ...]) -> bool:
+        """Return whether a sequence that starts after one of the given numbers of blocks reads block `index`."""
+        return any(self._windows.num_passed(table.group, end) <= index < end for end in ends)
 
     def publish(self, allocation: Allocation, num_positions: int) -> None:
         """Add the full blocks of a sequence's first `num_positions` positions to the prefix index, so that other
