@@ -163,7 +163,9 @@ class DecoderKernel:
             raise ValueError(f"there are {num_tokens} token_ids and {found}; their numbers must be equal")
         self._use_cache(kv_cache, scorings, layer_groups)
         if num_groups <= self._last_group:
-            raise ValueError(f"rows have {num_groups} layer groups; a layer needs the tables of {self._last_group}")
+            raise ValueError(
+                f"rows has block tables of {num_groups} layer groups, but the layers are in {self._last_group + 1}"
+            )
         put_rows(self._step, rows, num_tokens)
         hidden = torch.empty(num_tokens, self._head.in_size)
         logits = torch.empty(num_logits, self._head.out_size)

@@ -64,13 +64,28 @@ def decoder(cpu_kernels, *, embedding=None, norm=None, head=None, is_tied=False,
     return DecoderKernel(cpu_kernels, operations)
 
 
-def forward(kernel, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3, logit_rows=(0, 1, 2), head_dim=HEAD_DIM):
+def forward(
+    kernel,
+    *,
+    num_slots=3,
+    dtypes=(torch.float32,) * 2,
+    num_tokens=3,
+    logit_rows=(0, 1, 2),
+    head_dim=HEAD_DIM,
+    layer_groups=(),
+):
     caches = [(torch.zeros(3, 16, NUM_KV_HEADS, head_dim, dtype=dtype),) * 2 for dtype in dtypes]
     slots = torch.arange(16, 16 + num_slots)
     rows = PagedRows.of([0, num_tokens], [num_tokens], torch.tensor([[[1]]]), slots[None])
     token_ids, positions = torch.randint(0, VOCAB, (num_tokens,)), torch.arange(num_tokens)
     return kernel.forward(
-        token_ids, positions, torch.tensor(logit_rows, dtype=torch.int64), rows, [Scoring(1.0)] * 2, caches
+        token_ids,
+        positions,
+        torch.tensor(logit_rows, dtype=torch.int64),
+        rows,
+        [Scoring(1.0)] * 2,
+        caches,
+        layer_groups,
     )
 
 
@@ -85,6 +100,7 @@ def forward(kernel, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3, l
         ),
         ({"dtypes": (torch.float64,) * 2}, "all layers need one shape, and one dtype of torch.float32"),
         ({"head_dim": 4}, "the model has 2 KV heads of size 8, but the cache has 2 of size 4"),
+        ({"layer_groups": (0, 1)}, "rows has block tables of 1 layer groups, but the layers are in 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(cpu_kernels, step, message):
