@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,12 +46,13 @@ def test_rows_lie_one_after_the_other_in_slot_order(has_kernels: bool) -> None:
     assert batch.token_ids.dtype == batch.positions.dtype == batch.paged.slot_mapping.dtype == torch.int64
 
 
-def test_batches_of_random_rows_are_those_of_numpy() -> None:
+@pytest.mark.parametrize("windows", [(0,), (0, 7, 5)])
+def test_batches_of_random_rows_are_those_of_numpy(windows: tuple[int, ...]) -> None:
     """Batches of random rows equal numpy's, while the tables grow and their buffers are reused or replaced."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    table = SequenceTable(LIMITS)
+    table = SequenceTable(replace(LIMITS, windows=windows))
     table.token_ids[:] = rng.integers(0, 100, table.token_ids.shape)
     table.block_tables[:] = rng.integers(1, 11, table.block_tables.shape)
     in_c, in_numpy = BatchBuilder(table, load_cpu_kernels()), BatchBuilder(table, None)

@@ -47,6 +47,25 @@ def test_head_major_blocks_show_the_same_views() -> None:
     assert cache.storage[5].view(6, 2, 4, 5)[:, 1, 3, 0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("is_head_major", [False, True])
+def test_layers_of_different_groups_share_the_bytes_of_a_block(is_head_major: bool) -> None:
+    """Blocks hold layers 0 and 3, of 2 heads of 8, or layer 1 of 1 head of 16, or layers 2 and 4 of 1 head of 8."""
+    heads, groups = ((2, 8), (1, 16), (1, 8), (2, 8), (1, 8)), ((0, 3), (1,), (2, 4))
+    shape = CacheShape(heads, 4, torch.float32, is_head_major, groups)
+    cache = CacheEngine(shape, 3, torch.device("cpu"))
+    assert cache.storage.shape == (4, shape.block_elements) == (4, 2 * 2 * 4 * 2 * 8)
+    for layers in groups:
+        cache.storage.zero_()
+        views = [view for layer in layers for view in cache.layers[layer]]
+        for number, view in enumerate(views, start=1):
+            assert not view.any()
+            view[2] = number
+        assert [tuple(view.shape) for view in views] == [(4, 4, *heads[layer]) for layer in layers for _ in range(2)]
+        runs = torch.cat([torch.full((view[2].numel(),), number) for number, view in enumerate(views, start=1)])
+        assert torch.equal(cache.storage[2, : len(runs)].long(), runs)
+        assert cache.storage.count_nonzero() == len(runs)
+
+
 def test_cache_below_one_sequence_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log_size(SHAPE, 10, max_model_len=20)

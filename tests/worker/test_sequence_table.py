@@ -213,6 +213,79 @@ def test_there_are_no_holes_without_a_window() -> None:
         apply(SequenceTable(LIMITS), openings=(opening(num_computed_tokens=5, block_ids=(0, 2)),))
 
 
+# Layer groups: a full one, and one with a window of 5. The tables of slots 0 to 3 have the numbers 0 to 3 and 4 to 7.
+
+GROUPED = replace(LIMITS, windows=(0, 5))
+
+
+def grouped(*tables: tuple[int, ...], **fields: Any) -> RowOpening:
+    return opening(block_ids=sum(tables, ()), table_lengths=tuple(map(len, tables)), **fields)
+
+
+def test_a_row_has_a_table_of_each_layer_group() -> None:
+    table = SequenceTable(GROUPED)
+    openings = (grouped((1, 2), (3,), slot=0), grouped((4, 5), (6, 7), slot=2))
+    step(table, openings=openings, work_slots=(0, 2), work_num_tokens=(4, 6))
+    changes = {"append_tables": (4, 0, 6, 4), "append_block_ids": (8, 9, 10, 1)}
+    sets = {"set_block_tables": (6,), "set_block_indexes": (1,), "set_block_ids": (3,)}
+    step(
+        table, **changes, **sets, fork_source_slots=(2,), fork_target_slots=(3,), work_slots=(0,), work_num_tokens=(2,)
+    )
+    assert table.block_tables[[0, 4], :4].tolist() == [[1, 2, 9, 0], [3, 8, 1, 0]]
+    assert table.block_tables[[2, 6], :4].tolist() == [[4, 5, 0, 0], [6, 3, 10, 0]]
+    assert table.block_tables[[3, 7], :4].tolist() == [[4, 5, 0, 0], [6, 7, 0, 0]]
+    assert table.num_blocks.tolist() == [3, 0, 2, 2, 3, 0, 3, 2]
+    step(table, released_slots=(2,))
+    assert not table.block_tables[[2, 6]].any()
+    assert table.num_blocks.tolist() == [3, 0, 0, 2, 3, 0, 0, 2]
+
+
+def test_a_row_computes_up_to_the_end_of_its_shortest_table() -> None:
+    table = SequenceTable(GROUPED)
+    apply(table, openings=(grouped((1, 2, 3), (4,)),))
+    with pytest.raises(WorkerProtocolError, match="up to position 5; it has 4 positions in its blocks"):
+        apply(table, work_slots=(0,), work_num_tokens=(5,))
+    assert step(table, work_slots=(0,), work_num_tokens=(4,)) == [(0, 0, 4, False)]
+
+
+def test_only_a_group_with_a_window_may_have_holes() -> None:
+    row = {"token_ids": (1,) * 15, "num_prompt_tokens": 15, "num_computed_tokens": 12}
+    apply(SequenceTable(GROUPED), openings=(grouped((1, 2, 3, 4), (0, 0, 5), **row),))
+    for tables in (((0, 2, 3), (0, 0, 5)), ((1, 2, 3), (0, 0, 0))):
+        with pytest.raises(WorkerProtocolError, match="slot 0 gets block 0; ids are 1 to 10"):
+            apply(SequenceTable(GROUPED), openings=(grouped(*tables, **row),))
+
+
+@pytest.mark.parametrize(
+    ("phases", "text"),
+    [
+        ({"openings": (opening(0),)}, "opens with 3 blocks, in block tables of 3; the model has 2 layer groups"),
+        ({"openings": (grouped((1,), (2,), (3,)),)}, "in block tables of 1, 1, 1; the model has 2"),
+        ({"openings": (opening(0, table_lengths=(1, 1)),)}, "opens with 3 blocks, in block tables of 1, 1"),
+        ({"openings": (grouped((1,), (2, 3, 4, 5, 6, 7)),)}, "opens with 6 blocks; max_model_len allows 5"),
+        ({"openings": (grouped((1, 2), (3,), num_computed_tokens=5),)}, "5 computed tokens in 1 blocks"),
+        ({"append_tables": (8,), "append_block_ids": (1,)}, "block table 8 is out of range: there are 8"),
+        ({"append_tables": (7,), "append_block_ids": (1,)}, "slot 3 is vacant"),
+        (
+            {"set_block_tables": (2**32 - 1,), "set_block_indexes": (0,), "set_block_ids": (1,)},
+            "block table 4294967295 is out of range",
+        ),
+        (
+            {
+                "openings": (grouped((1,), (2,)),),
+                "set_block_tables": (4,),
+                "set_block_indexes": (1,),
+                "set_block_ids": (1,),
+            },
+            "slot 0 gets block 1 set; it has 1",
+        ),
+    ],
+)
+def test_bad_plans_of_layer_groups(phases: dict[str, Any], text: str) -> None:
+    with pytest.raises(WorkerProtocolError, match=text):
+        apply(SequenceTable(GROUPED), **phases)
+
+
 @pytest.mark.parametrize(
     ("phases", "text"),
     [
@@ -316,9 +389,12 @@ def test_mutated_plans_never_get_out_of_range() -> None:
     rng = random.Random(20)
     num_refused = num_applied = 0
     for _ in range(2000):
-        table = SequenceTable(LIMITS)
+        limits = rng.choice([LIMITS, GROUPED])
+        table = SequenceTable(limits)
         rows = [Row([rng.randrange(50) for _ in range(rng.randrange(1, 8))], rng.randrange(1, 5)) for _ in range(3)]
-        for planned in plan_steps(rows, block_size=4, max_num_batched_tokens=9):
+        for planned in plan_steps(
+            rows, block_size=4, max_num_batched_tokens=9, windows=limits.windows, max_num_seqs=4, rng=rng
+        ):
             plan = with_forks(planned.plan, rng)
             plan = mutate(plan, rng) if rng.random() < 0.3 else plan
             try:
@@ -361,7 +437,9 @@ def mutate(plan: StepPlan, rng: random.Random) -> StepPlan:
     if plan.openings and rng.random() < 0.5:
         target = rng.randrange(len(plan.openings))
         old = plan.openings[target]
-        name = rng.choice(["slot", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids"])
+        name = rng.choice(
+            ["slot", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "table_lengths"]
+        )
         value = getattr(old, name)
         new = replace(old, **{name: changed(value, rng, edges) if isinstance(value, tuple) else rng.choice(edges)})
         return replace(plan, openings=(*plan.openings[:target], new, *plan.openings[target + 1 :]))
@@ -383,8 +461,10 @@ def check_in_range(table: SequenceTable, rows: WorkingRows) -> None:
         assert table.occupied[slot]
         assert end <= min(table.num_tokens[slot], LIMITS.max_model_len)
         assert samples == (end == table.num_tokens[slot])
-        used = table.block_tables[slot, : -(-int(end) // LIMITS.block_size)]
-        assert used.min() >= 1
-        assert used.max() <= LIMITS.num_device_blocks
+        for number, window in zip(table.limits.tables_of(slot), table.limits.windows, strict=True):
+            first = table.limits.first_block(int(table.num_computed_tokens[slot]), window)
+            used = table.block_tables[number, first : -(-int(end) // LIMITS.block_size)]
+            assert used.min() >= 1
+            assert used.max() <= LIMITS.num_device_blocks
         assert table.token_ids[slot, :end].max() < LIMITS.vocab_size
         assert table.num_tokens[slot] < table.token_ids.shape[1]

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.common.wire.messages import Logprobs, SamplingParams, StepPlan
+from pagewire.common.wire.messages import Logprobs, RowStatus, SamplingParams, StepPlan
 from pagewire.network.layer_groups import LayerGroup
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.plans import Row, plan_steps
 from testing.seeds import seeded
 from testing.worker.model_logits import use_kernels
+from tests.thorough import thorough
 from tests.worker.runners import load
 from worker_service.engine import LoadedWorker
 from worker_service.startup import loader
@@ -31,7 +32,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "mistral": ({}, [2]),
 }
 LENGTHS = (1, 5, 45, 70, 20)
-PLANS = [(4, 7), (8, 13), (16, 64)]  # block size and budget
+PLANS = [(8, 13), *thorough((4, 7), (16, 64))]  # block size and budget
 
 
 def compute(
@@ -68,16 +69,17 @@ def compute(
     return outputs, logprobs
 
 
-@pytest.mark.parametrize("kernels", ["require", "off"])
+@pytest.mark.parametrize("kernels", ["require", "off", *thorough("onednn")])
 @pytest.mark.parametrize(("block_size", "budget"), PLANS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt_oss", *thorough(*(name for name in FAMILIES if name != "gpt_oss"))])
 def test_tokens_are_those_of_transformers_while_blocks_are_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, block_size: int, budget: int, kernels: str
 ) -> None:
-    use_kernels(monkeypatch, kernels)
+    """With onednn, the kernels compute the attention layer by layer."""
+    use_kernels(monkeypatch, "off" if kernels == "off" else "require")
     overrides, sizes = FAMILIES[family]
     path = make_checkpoint(tmp_path, family, seed=27, **overrides)
-    worker = load(path, block_size=block_size)
+    worker = load(path, block_size=block_size, **({"cpu_products": "onednn"} if kernels == "onednn" else {}))
     assert [group.num_layers for group in worker.ready.layer_groups] == sizes
     prompts = oracle.random_prompts(27, worker.ready.vocab_size, LENGTHS)
     outputs, _ = compute(worker, [Row(prompt, 30) for prompt in prompts], budget, seed=block_size)
@@ -86,8 +88,8 @@ def test_tokens_are_those_of_transformers_while_blocks_are_reused(
 
 
 @pytest.mark.parametrize("kernels", ["require", "off"])
-@pytest.mark.parametrize("cache_dtype", ["auto", "int8", "fp8"])
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "olmo3"])
+@pytest.mark.parametrize("cache_dtype", ["int8", *thorough("auto", "fp8")])
+@pytest.mark.parametrize("family", ["gpt_oss", *thorough("gemma3_text", "olmo3")])
 def test_groups_do_not_change_a_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, cache_dtype: str, kernels: str
 ) -> None:
@@ -118,10 +120,9 @@ def test_a_failed_row_leaves_nan_in_the_blocks_of_all_groups(tmp_path: Path) -> 
     )  # fmt: skip
     runner._give_up(runner.table.apply(planned.plan))
     [opening] = planned.plan.openings
-    for (keys, values), layer in zip(cache.layers, range(2), strict=True):
-        [table] = [opening.block_tables[group] for group, ids in enumerate(cache.shape.groups) if layer in ids]
-        spoilt = keys.isnan().all(-1).all(-1) & values.isnan().all(-1).all(-1)
-        assert spoilt[list(table)].flatten().tolist() == [True] * 20 + [False] * 4
-        assert spoilt.sum() == keys.isnan().any(-1).any(-1).sum() == 20
-    again = StepPlan(1, 2)
-    assert runner.execute(again).statuses != ()
+    for layers, table in zip(cache.shape.groups, opening.block_tables, strict=True):
+        for keys, values in (cache.layers[layer] for layer in layers):
+            spoilt = keys.isnan().all(-1).all(-1) & values.isnan().all(-1).all(-1)
+            assert spoilt[list(table)].flatten().tolist() == [True] * 20 + [False] * 4
+    assert cache.storage.isnan().sum() == 2 * 20 * cache.shape.block_elements / 8
+    assert runner.execute(StepPlan(1, 2)).statuses == (RowStatus.OUT_OF_MEMORY,)

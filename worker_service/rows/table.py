@@ -447,8 +447,8 @@ def _check_tables(opening: RowOpening, limits: TableLimits) -> None:
     slot, lengths = opening.slot, [len(table) for table in opening.block_tables]
     if len(lengths) != len(limits.windows) or sum(lengths) != len(opening.block_ids):
         raise WorkerProtocolError(
-            f"slot {slot} opens with {len(opening.block_ids)} blocks, and with block tables of "
-            f"{', '.join(map(str, lengths))} blocks; the model has {len(limits.windows)} layer groups, with a table each"
+            f"slot {slot} opens with {len(opening.block_ids)} blocks, in block tables of "
+            f"{', '.join(map(str, lengths))}; the model has {len(limits.windows)} layer groups, with a table each"
         )
     if max(lengths) > limits.max_num_blocks:
         raise WorkerProtocolError(
