@@ -171,7 +171,7 @@ def assert_same_bits(actual, expected):
 def test_chunks_neighbours_blocks_and_threads_change_no_bit(kernels, dtypes, seed):
     rng = random.Random(seed)
     shape = {
-        "head_dim": rng.choice([1, 7, 16, 33, 64, 80, 128, 256]),
+        "head_dim": rng.choice([1, 7, 16, 33, 64, 80, 128, 256, 320, 512]),
         "num_kv_heads": rng.choice([1, 2, 4]),
         "group": rng.choice([1, 2, 3, 4, 7]),
         "window": rng.choice([0, 0, 0, 1, 5, 40, 300, 600]),

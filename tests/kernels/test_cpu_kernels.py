@@ -36,7 +36,7 @@ from worker_service.startup.cpu_kernels import environment_build, load_cpu_kerne
 pytestmark = pytest.mark.one_of_each
 
 NUM_LAYERS = 2
-HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 192, 256)
+HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 192, 256, 320, 384, 448, 512)
 # A few times the rounding error of the output's dtype, for values of a few units.
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2e-2}
 # Dtypes of queries, and of the cache.
@@ -162,7 +162,7 @@ def test_paged_attention_equals_reference_on_random_steps(cpu_kernels, seed, dty
     [
         *((1, head_dim, 2, 2, 16) for head_dim in HEAD_DIMS),
         # Sizes that are not multiples of a vector.
-        *((2, head_dim, 3, 1, 8) for head_dim in (1, 2, 7, 19, 33, 40, 100, 255)),
+        *((2, head_dim, 3, 1, 8) for head_dim in (1, 2, 7, 19, 33, 40, 100, 255, 257, 511)),
     ],
 )
 @pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
@@ -405,8 +405,8 @@ def test_bad_arguments_are_refused(cpu_kernels):
         cpu_kernels.rms_norm(torch.ones(2, 8), torch.ones(7), 1e-6)
     with pytest.raises(ValueError, match=r"no kernel supports torch.float64"):
         cpu_kernels.silu_mul(torch.ones(2, 8).double())
-    large = make_step(random.Random(13), [(5, 1)], head_dim=257, group=1, num_kv_heads=1, block_size=16)
-    with pytest.raises(ValueError, match="the head size at most 256"):
+    large = make_step(random.Random(13), [(5, 1)], head_dim=513, group=1, num_kv_heads=1, block_size=16)
+    with pytest.raises(ValueError, match="the head size at most 512"):
         large.check(cpu_kernels)
 
 

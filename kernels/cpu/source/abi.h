@@ -10,7 +10,7 @@ typedef enum {
 } element_type;
 
 enum {
-  MAX_HEAD_DIM = 256, MAX_EXPERTS = 1024, MAX_BUFFERS = 32,
+  MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_BUFFERS = 32,
   TILE_POSITIONS = 64  // positions scored at once; the size of the blocks of a block pattern is a multiple
 };
 

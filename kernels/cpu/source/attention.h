@@ -3,8 +3,8 @@
 // (Dao et al., 2022, https://arxiv.org/abs/2205.14135).
 //
 // The queries of a row and the query heads of a KV head are flattened to (query, head) pairs, query first: pair p is
-// query p / group of the row. Up to TILE_ROWS pairs are computed together, so keys and values are read once for all of
-// them. If there are few pairs, the pairs of several KV heads share a tile of positions and are computed in turn, in
+// query p / group of the row. Up to `tile_rows` pairs are computed together, so keys and values are read once for all
+// of them. If there are few pairs, the pairs of several KV heads share a tile of positions and are computed in turn, in
 // the order in which keys are stored. Positions that no pair of a tile sees are never read.
 
 // Whether queries are scored in pairs of bfloat16.
@@ -204,7 +204,7 @@ SHARED void PAGED(merge_task)(const void* context, int64_t task, int64_t next) {
   if (work->num_parts == 1 || work->part > 0) return;
   const int64_t num_rows = work->num_pairs * work->num_kv_heads, stride = padded(a->step->head_dim);
   const int64_t begin = work->start / SPAN_POSITIONS, spans = num_spans(work->start, last->end);
-  float memory[TILE_ROWS * (PADDED_HEAD_DIM + 2)] __attribute__((aligned(64)));
+  float memory[STATE_FLOATS] __attribute__((aligned(64)));
   const state merged = state_at(memory, num_rows, stride);
   for (int64_t i = 0; i < spans; i++) {
     float* partial = a->list->partials + work->partial + i * state_floats(num_rows, stride);

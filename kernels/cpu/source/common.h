@@ -16,7 +16,7 @@
 
 enum {
   LINE = 64,  // bytes
-  TILE_ROWS = 64,        // (query, head) pairs computed together: keys are loaded once for all of them
+  TILE_ROWS = 64,        // (query, head) pairs computed together: see `tile_rows`
   SPAN_POSITIONS = 512,  // positions accumulated separately: a multiple of TILE_POSITIONS
   DIRECT_ROWS = 8,       // up to this number of rows, packing the keys costs more than it saves
   // from this number of positions on, the positions of a row are divided, rather than its KV heads

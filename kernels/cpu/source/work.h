@@ -6,8 +6,8 @@
 // first to last. Items and threads divide the work only between spans.
 
 // Some (query, head) pairs of a row, for each of some KV heads, and the positions they attend to. A part of an item
-// covers only some whole spans. An item has up to TILE_ROWS rows: all pairs of its first KV head, then all pairs of the
-// next one.
+// covers only some whole spans. An item has up to `tile_rows` rows: all pairs of its first KV head, then all pairs of
+// the next one.
 typedef struct {
   int64_t start, end;  // positions
   int64_t first_pair;
@@ -54,15 +54,20 @@ typedef struct {
   state sums;              // of the span
 } tile;
 
-enum { PADDED_HEAD_DIM = MAX_HEAD_DIM + LANES };
+// Floats of the largest state of an item: TILE_ROWS rows of narrow heads, or half as many rows of wide heads. Each row
+// also has a maximum and a total. The rows of an item then stay in the second-level cache.
+enum { NARROW_HEAD_DIM = MAX_HEAD_DIM / 2, STATE_FLOATS = TILE_ROWS * (NARROW_HEAD_DIM + LANES + 2) };
+
+// Returns the maximum number of rows of an item.
+INLINE int64_t tile_rows(int64_t head_dim) { return head_dim > NARROW_HEAD_DIM ? TILE_ROWS / 2 : TILE_ROWS; }
 
 // The scratch memory of one thread.
 typedef struct {
-  float queries[TILE_ROWS * PADDED_HEAD_DIM] __attribute__((aligned(64)));
+  float queries[STATE_FLOATS] __attribute__((aligned(64)));
   float scores[TILE_ROWS * TILE_POSITIONS] __attribute__((aligned(64)));
-  float span[TILE_ROWS * (PADDED_HEAD_DIM + 2)] __attribute__((aligned(64)));
-  float merged[TILE_ROWS * (PADDED_HEAD_DIM + 2)] __attribute__((aligned(64)));
-  float packed[PADDED_HEAD_DIM * TILE_POSITIONS] __attribute__((aligned(64)));
+  float span[STATE_FLOATS] __attribute__((aligned(64)));
+  float merged[STATE_FLOATS] __attribute__((aligned(64)));
+  float packed[(MAX_HEAD_DIM + LANES) * TILE_POSITIONS] __attribute__((aligned(64)));
   float scales[2 * TILE_POSITIONS];
   int64_t positions[TILE_ROWS];
   float slopes[TILE_ROWS];
@@ -175,10 +180,11 @@ typedef struct {
 INLINE int64_t item_kv_heads(const cut* c, int64_t num_pairs) { return num_pairs <= DIRECT_ROWS ? c->num_kv_heads : 1; }
 
 static int64_t count_items(const attention_step* step, const cut* c) {
+  const int64_t max_rows = tile_rows(step->head_dim);
   int64_t num_items = 0;
   for (int64_t row = 0; row < step->num_rows; row++) {
     const int64_t num_pairs = count_pairs(step, row);
-    num_items += (num_pairs + TILE_ROWS - 1) / TILE_ROWS * (step->num_kv_heads / item_kv_heads(c, num_pairs));
+    num_items += (num_pairs + max_rows - 1) / max_rows * (step->num_kv_heads / item_kv_heads(c, num_pairs));
   }
   return num_items;
 }
@@ -199,7 +205,8 @@ static cut choose_cut(const attention_step* step) {
   const int64_t wanted = step->num_threads > 1 ? TASKS_PER_THREAD * step->num_threads : 1;
   const int is_long = longest_context(step) >= LONG_CONTEXT;
   cut c = {.num_kv_heads = step->num_kv_heads, .max_parts = 1};
-  while (c.num_kv_heads > 1 && (step->num_kv_heads % c.num_kv_heads || c.num_kv_heads * DIRECT_ROWS > TILE_ROWS ||
+  while (c.num_kv_heads > 1 && (step->num_kv_heads % c.num_kv_heads ||
+                                c.num_kv_heads * DIRECT_ROWS > tile_rows(step->head_dim) ||
                                 (!is_long && count_items(step, &c) < wanted)))
     c.num_kv_heads--;
   const int64_t num_items = count_items(step, &c);
@@ -232,12 +239,13 @@ static void list_tile(const attention_step* step, work_list* list, item whole, i
 
 // Returns the number of floats of all partial sums.
 static int64_t list_items(const attention_step* step, work_list* list, const cut* c) {
+  const int64_t max_rows = tile_rows(step->head_dim);
   int64_t num_floats = 0;
   list->num_items = list->cost = 0;
   for (int64_t row = 0; row < step->num_rows; row++) {
     const int64_t num_pairs = count_pairs(step, row);
-    for (int64_t first = 0; first < num_pairs; first += TILE_ROWS) {
-      const int64_t num = num_pairs - first < TILE_ROWS ? num_pairs - first : TILE_ROWS;
+    for (int64_t first = 0; first < num_pairs; first += max_rows) {
+      const int64_t num = num_pairs - first < max_rows ? num_pairs - first : max_rows;
       item whole = {.row = (int32_t)row, .first_pair = first, .num_pairs = (int32_t)num};
       whole.start = first_visible(step, query_position(step, row, first));
       whole.end = last_visible(step, row, query_position(step, row, first + num - 1)) + 1;
