@@ -188,8 +188,9 @@ def _check_queries(query_shape: tuple[int, ...], query_dtype: torch.dtype, cache
             f"{head_dim}]"
         )
     num_groups = query_shape[1] // num_kv_heads
-    if not 1 <= num_groups <= tiles.MAX_GROUPS:
-        raise ValueError(f"{num_groups} query heads share a KV head; make it 1 to {tiles.MAX_GROUPS}")
+    most = tiles.max_groups(head_dim)
+    if not 1 <= num_groups <= most:
+        raise ValueError(f"{num_groups} query heads of {head_dim} share a KV head; make it 1 to {most}")
     if query_dtype not in FLOATS or cache.dtype not in (query_dtype, torch.float8_e4m3fn):
         raise ValueError(
             f"queries are {query_dtype} and the caches {cache.dtype}; make queries float16, bfloat16 or float32, "

@@ -11,7 +11,7 @@ import triton.language as tl
 from pagewire.kernels.triton.launching import FLOATS, INTEGERS, Strided, check_tensor
 
 BLOCK_SIZES = range(8, 256 + 1, 8)
-HEAD_DIMS = range(16, 256 + 1, 8)
+HEAD_DIMS = range(16, 512 + 1, 8)
 MAX_E4M3 = 448.0
 
 _MAX_E4M3 = tl.constexpr(MAX_E4M3)
@@ -67,7 +67,7 @@ def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size is {block_size}; choose a multiple of 8 from 8 to 256")
     if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim is {head_dim}; the kernels support multiples of 8 from 16 to 256")
+        raise ValueError(f"head_dim is {head_dim}; the kernels support multiples of 8 from 16 to 512")
 
 
 def _check(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

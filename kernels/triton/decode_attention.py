@@ -211,10 +211,10 @@ def paged_attention_v1(
 
     Args:
         query: [S, num_heads, head_dim], float16, bfloat16 or float32; the last dimension dense. At most 128 query heads
-            share a KV head.
+            share a KV head, or 32 if head_dim is above 256.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the query's dtype or of
             float8_e4m3fn; the last dimension dense, any other strides. The block size is a multiple of 8 up to 256,
-            head_dim a multiple of 8 from 16 to 256.
+            head_dim a multiple of 8 from 16 to 512.
         block_tables: [S, max_blocks] int32, the last dimension dense.
         seq_lens: [S] int32, on the device.
         scoring: as specified.

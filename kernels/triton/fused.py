@@ -106,7 +106,7 @@ def norm_rope(heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tenso
 
     Args:
         heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys and values, float16, bfloat16 or float32. The
-            values are not changed. head_dim is a multiple of 8 from 16 to 256; the last dimension is dense.
+            values are not changed. head_dim is a multiple of 8 from 16 to 512; the last dimension is dense.
         preparation: tables of the heads' dtype, and norm weights of the heads' dtype or float32.
 
     Returns:
@@ -212,7 +212,7 @@ def _check_heads(heads: Tensor, preparation: NormRopeParams) -> None:
     check_tensor("heads", heads, ("T", "heads", "head_dim"), *FLOATS, is_strided=True)
     num_tokens, total_heads, head_dim = heads.shape
     if head_dim not in HEAD_DIMS:
-        raise ValueError(f"heads have a head_dim of {head_dim}; make it a multiple of 8 from 16 to 256")
+        raise ValueError(f"heads have a head_dim of {head_dim}; make it a multiple of 8 from 16 to 512")
     if num_heads < 1 or total_heads - num_heads < 2 or (total_heads - num_heads) % 2:
         raise ValueError(f"{total_heads} heads with {num_heads} queries do not leave equal numbers of keys and values")
     for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):

@@ -136,6 +136,7 @@ def compile_cases() -> Iterator[CompileCase]:
         ("fp16", "fp8e4nv", 128),
         ("bf16", "fp8e4nv", 80),
         ("fp32", "fp32", 256),
+        ("bf16", "bf16", 512),
     ):
         padded_dim = 1 << (head_dim - 1).bit_length()
         heads, stored_heads = strided(element, 3), strided(stored, 4)

@@ -214,6 +214,9 @@ def device_cases() -> Iterator[DeviceCase]:
             plain, head_dim=head_dim, num_groups=num_groups, block_size=block_size, layout="head_major"
         )
     cases["head_dim 256"] = dataclasses.replace(plain, head_dim=256, num_kv_heads=1, num_groups=8)
+    for cache_dtype in (torch.bfloat16, E4M3):
+        changes = {"head_dim": 512, "num_kv_heads": 2, "num_groups": 8, "cache_dtype": cache_dtype}
+        cases[f"head_dim 512 {cache_dtype}"] = dataclasses.replace(plain, **changes)
     for num_groups, num_kv_heads, head_dim in ((20, 8, 128), (71, 1, 64), (128, 1, 128)):
         heads = {"num_kv_heads": num_kv_heads, "num_groups": num_groups, "head_dim": head_dim}
         cases[f"{num_groups} groups"] = dataclasses.replace(plain, **heads)
@@ -434,11 +437,13 @@ def compile_cases() -> Iterator[CompileCase]:
             ("v2", {"head_dim": 16, "stored": "fp8e4nv"}),
             *(("v2", {"num_groups": num_groups}) for num_groups in (20, 64, 71)),
             ("v2", {"num_groups": 71, "head_dim": 64}),
+            ("v1", {"num_groups": 32, "head_dim": 512}),
+            ("v2", {"num_groups": 32, "head_dim": 512, "element": "fp16", "stored": "fp8e4nv"}),
             *(
                 (version, {"stored": stored, "element": "fp32" if stored == "fp32" else "bf16", "head_dim": head_dim})
                 for version in VERSIONS
                 for stored in ("bf16", "fp8e4nv", "fp32")
-                for head_dim in (32, 64, 256)
+                for head_dim in (32, 64, 256, 512)
             ),
         ],
     ):
@@ -506,6 +511,6 @@ def _compile_case(
         num_stages=tile.num_stages,
         divisible_by_16=("strides",),
         overlaps=True,
-        min_programs=2 if tile.block_m * padded_dim < 128 * 128 else 1,
+        min_programs=2 if tile.block_m * padded_dim < 128 * 128 and (stored, head_dim) != ("fp32", 512) else 1,
         max_stack=_SPILLS.get((version, stored, head_dim), 0),
     )

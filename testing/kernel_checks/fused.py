@@ -157,7 +157,7 @@ def device_cases() -> Iterator[DeviceCase]:
             yield case(f"norms {num_tokens}x{size} {dtype}", check_norms, dtype, num_tokens, size, 1)
         for num_tokens, size in ((1, 27), (300, 3072), (2048, 12288)):
             yield case(f"silu_mul {num_tokens}x{size} {dtype}", check_silu_mul, dtype, num_tokens, size, 2)
-        for head_dim in (16, 32, 64, 80, 96, 112, 128, 256):
+        for head_dim in (16, 32, 64, 80, 96, 112, 128, 256, 512):
             yield case(f"norm_rope {head_dim} {dtype}", check_norm_rope, dtype, 515, 16, 4, head_dim, "qk", 3)
             arguments = (dtype, dtype, 515, 16, 4, head_dim, 16, 4)
             yield case(f"norm_rope_and_cache {head_dim} {dtype}", check_norm_rope_and_cache, *arguments)
@@ -236,7 +236,14 @@ def compile_cases() -> Iterator[CompileCase]:
             )
         signature = {"gate_up": x, "output": x, "stride": "i32", "size": "i32"}
         yield CompileCase(f"silu_mul {dtype}", kernels[1], signature, {"TILE": 1024}, divisible_by_16=("size",))
-        for cache_dtype, head_dim in ((None, 80), (None, 16), (dtype, 16), (dtype, 128), (torch.float8_e4m3fn, 80)):
+        for cache_dtype, head_dim in (
+            (None, 80),
+            (None, 16),
+            (dtype, 16),
+            (dtype, 128),
+            (dtype, 512),
+            (torch.float8_e4m3fn, 80),
+        ):
             for weight in weights if head_dim == 128 else (x,):
                 yield _norm_rope_variant(dtype, cache_dtype, head_dim, weight)
 

@@ -297,7 +297,7 @@ def test_auto_takes_the_kernels_where_there_are_any(monkeypatch):
     expected = "torch" if load_cpu_kernels() is None else "cpu"
     assert create_backend("auto", CPU, replace(SHAPE, head_dim=256)).name == expected
     assert create_backend("torch", CPU, SHAPE).name == "torch"
-    assert create_backend("auto", CPU, replace(SHAPE, head_dim=257)).name == "torch"
+    assert create_backend("auto", CPU, replace(SHAPE, head_dim=513)).name == "torch"
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
     assert create_backend("auto", CPU, SHAPE).name == "torch"
 
@@ -311,15 +311,15 @@ def test_kernels_that_are_asked_for_and_not_there_are_told(monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "device", "changes", "message"),
     [
-        ("cpu", CPU, {"head_dim": 257}, "computes heads of 1 to 256, and the model's are 257: use --attention-b"),
+        ("cpu", CPU, {"head_dim": 513}, "computes heads of 1 to 512, and the model's are 513: use --attention-b"),
         ("cpu", CUDA, {}, "computes on cpu, and --device is cuda: use --device cpu, or choose another --attention-"),
         ("cpu", CPU, {"dtype": torch.float16}, "computes in float32 or bfloat16, and --dtype is float16: use --dtype"),
         ("cpu", CPU, {"cache_dtype": torch.float16}, "cache of bfloat16 or float8_e4m3fn or int8, and --kv-"),
         ("triton", CUDA, {"cache_dtype": torch.int8}, "cache of bfloat16 or float8_e4m3fn, and --kv-cache-dtype asks"),
         ("torch", CUDA, {"cache_dtype": E4M3}, "cache of bfloat16, and --kv-cache-dtype asks for float8_e4m3fn"),
         ("triton", CPU, {}, "computes on cuda, and --device is cpu: use --device cuda"),
-        ("triton", CUDA, {"head_dim": 8}, "computes heads of 16 to 256 in steps of 8, and the model's are 8: use --at"),
-        ("triton", CUDA, {"num_heads": 258}, "128 query heads for each KV head, and the model has 129: use --attenti"),
+        ("triton", CUDA, {"head_dim": 8}, "computes heads of 16 to 512 in steps of 8, and the model's are 8: use --at"),
+        ("triton", CUDA, {"num_heads": 258}, "128 query heads of 64 for each KV head, and the model has 129: use --at"),
         ("triton", CUDA, {"block_size": 4}, "blocks of 8 to 256 in steps of 8 positions, and --block-size is 4: use"),
         ("triton", CUDA, {"cache_dtype": torch.float16}, "cache of bfloat16 or float8_e4m3fn, and --kv-cache-dtype"),
     ],
@@ -329,7 +329,15 @@ def test_what_a_backend_cannot_do_is_refused_with_the_reason(backend, device, ch
         create_backend(backend, device, replace(SHAPE, **changes))
 
 
-@pytest.mark.parametrize("changes", [{"num_heads": 258}, {"head_dim": 264}, {"num_heads": 258, "cache_dtype": E4M3}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 258},
+        {"head_dim": 520},
+        {"num_heads": 66, "head_dim": 512},
+        {"num_heads": 258, "cache_dtype": E4M3},
+    ],
+)
 def test_heads_that_triton_refuses_are_served_by_what_it_names(changes):
     shape = replace(SHAPE, **changes)
     with pytest.raises(ValueError, match="attention backend 'triton'") as refusal:

@@ -3,7 +3,7 @@
 Only a backend knows its kernels and the layout in which it reads the paged KV cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Protocol
@@ -162,7 +162,8 @@ class Capability:
     cache_dtypes: tuple[torch.dtype, ...] = ()  # besides the dtype that the backend computes in
     cache_compute_capability: tuple[int, int] = (0, 0)  # of a GPU that reads `cache_dtypes`, minimum
     head_dims: range = ANY
-    max_groups: int = ANY.stop  # query heads that share a KV head
+    # the maximum number of query heads of a size that share a KV head
+    max_groups: Callable[[int], int] = lambda head_dim: ANY.stop
     block_sizes: range = ANY
     supports_sinks: bool = True
     supports_bidirectional: bool = False
@@ -190,10 +191,11 @@ class Capability:
                 f"computes heads of {_describe(self.head_dims)}, and the model's are {shape.head_dim}",
                 other=_in_torch(shape, device),
             )
-        num_groups = shape.num_heads // shape.num_kv_heads
-        if num_groups > self.max_groups:
+        num_groups, max_groups = shape.num_heads // shape.num_kv_heads, self.max_groups(shape.head_dim)
+        if num_groups > max_groups:
             raise self._error(
-                f"supports at most {self.max_groups} query heads for each KV head, and the model has {num_groups}",
+                f"supports at most {max_groups} query heads of {shape.head_dim} for each KV head, and the model has "
+                f"{num_groups}",
                 other=_in_torch(shape, device),
             )
         if shape.block_size not in self.block_sizes:

@@ -17,7 +17,7 @@ def test_keys_and_values_come_to_their_slots(device, dtype, layout):
     check_reshape_and_cache(device, dtype, dtype, dataclasses.replace(SHAPE, layout=layout))
 
 
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 112, 128, 256, 320, 512])
 @pytest.mark.parametrize("block_size", [8, 16, 48, 256])
 def test_every_size(device, head_dim, block_size):
     shape = Shape(5, 2, head_dim, block_size, 2, is_slot_wide=False)

@@ -76,7 +76,7 @@ def test_group_ratios(device, num_groups, layout):
 
 
 @pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256, 320, 512])
 def test_head_dimensions(device, head_dim, cache_dtype):
     step = Step((18,), num_kv_heads=1, head_dim=head_dim, dtype=torch.float16, cache_dtype=cache_dtype)
     check_decode(device, step, seed=head_dim)
@@ -289,7 +289,7 @@ def refusals():
     integers = {"dtype": torch.int32}
     yield "queries are \\[3, 4, 16\\]", {"query": torch.zeros(3, 4, 16)}
     yield "queries are \\[3, 3, 32\\]", {"query": torch.zeros(3, 3, 32)}
-    yield "130 query heads share a KV head", {"query": torch.zeros(3, 260, 32)}
+    yield "130 query heads of 32 share a KV head", {"query": torch.zeros(3, 260, 32)}
     yield "queries are torch.float16 and the caches torch.float32", {"query": torch.zeros(3, 4, 32).half()}
     yield "query is .* its last dimension dense", {"query": torch.zeros(3, 4, 32, 3)[..., 0]}
     yield "output is \\[3, 4, 32\\] torch.float16", {"output": torch.zeros(3, 4, 32).half()}

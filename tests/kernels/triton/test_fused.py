@@ -28,7 +28,16 @@ def test_silu_mul(device, dtype, num_tokens, size):
 @every_dtype
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "normalized"),
-    [(1, 1, 32, ""), (5, 2, 16, "qkr"), (4, 4, 24, "k"), (6, 2, 80, "q"), (16, 1, 128, "k"), (3, 3, 256, "qk")],
+    [
+        (1, 1, 32, ""),
+        (5, 2, 16, "qkr"),
+        (4, 4, 24, "k"),
+        (6, 2, 80, "q"),
+        (16, 1, 128, "k"),
+        (3, 3, 256, "qk"),
+        (2, 1, 320, "q"),
+        (2, 1, 512, "qk"),
+    ],
 )
 def test_norm_rope(device, dtype, num_heads, num_kv_heads, head_dim, normalized):
     checks.check_norm_rope(device, dtype, 2, num_heads, num_kv_heads, head_dim, normalized, seed=head_dim)
@@ -45,6 +54,7 @@ def test_norm_rope(device, dtype, num_heads, num_kv_heads, head_dim, normalized)
         (6, 2, 80, 48, "qkr"),
         (16, 1, 128, 16, ""),
         (3, 3, 256, 256, "k"),
+        (2, 1, 512, 16, "qk"),
     ],
 )
 def test_norm_rope_and_cache(device, dtype, is_quantized, num_heads, num_kv_heads, head_dim, block_size, normalized):
@@ -146,7 +156,7 @@ def test_bad_heads_are_refused(device):
     with pytest.raises(ValueError, match="6 heads with 6 queries"):
         fused.norm_rope(heads, preparation(6, angles, angles))
     for head_dim in (30, 8):
-        with pytest.raises(ValueError, match="multiple of 8 from 16 to 256"):
+        with pytest.raises(ValueError, match="multiple of 8 from 16 to 512"):
             fused.norm_rope(heads[..., :head_dim], preparation(2, angles[:, :head_dim], angles[:, :head_dim]))
     with pytest.raises(ValueError, match=r"sin is \[1, 32\] torch.float32 .* make it \[2, 32\]"):
         fused.norm_rope(heads, preparation(2, angles, angles[:1]))

@@ -76,7 +76,7 @@ def test_every_number_of_groups(device, num_groups):
     check_paged_prefill(device, Case(((6, 20), (3, 3)), num_kv_heads=1, num_groups=num_groups, has_alibi=True), TILE)
 
 
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 96, 112, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 96, 112, 128, 256, 320, 512])
 def test_every_head_dim(device, head_dim):
     check_paged_prefill(device, Case(((9, 20),), num_kv_heads=1, head_dim=head_dim, softcap=4.0), TILE)
 
@@ -163,7 +163,7 @@ def refusals():
     query, cache = batch.query, batch.key_cache
     yield r"need \[tokens, a multiple of 2 heads, 32\]", good | {"query": query[:, :3]}
     yield r"need \[tokens, a multiple of 2 heads, 32\]", good | {"query": query[..., :16]}
-    yield "130 query heads share a KV head; make it 1 to 128", good | {"query": query.repeat(1, 65, 1)}
+    yield "130 query heads of 32 share a KV head; make it 1 to 128", good | {"query": query.repeat(1, 65, 1)}
     yield "queries are torch.float16 and the caches torch.float32", good | {"query": query.half()}
     yield "queries are torch.float64", good | {"query": query.double()}
     yield "its last dimension dense", good | {"query": query.mT.contiguous().mT}

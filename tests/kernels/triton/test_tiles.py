@@ -13,8 +13,10 @@ MAX_SHARED_MEMORY = 227 * 1024
 @pytest.mark.parametrize("kernel", tiles.ESTIMATES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_shape_has_a_tile_that_fits(kernel, dtype):
-    for head_dim in (16, 32, 40, 64, 80, 96, 112, 128, 192, 256):
+    for head_dim in (16, 32, 40, 64, 80, 96, 112, 128, 192, 256, 320, 512):
         for num_groups in (1, 2, 3, 4, 5, 7, 8, 16, 20, 32, 71, 128):
+            if num_groups > tiles.max_groups(head_dim):
+                continue
             tile = tiles.lookup(kernel, head_dim=head_dim, num_groups=num_groups, dtype=dtype)
             padded = tiles.key(kernel, head_dim=head_dim, num_groups=num_groups, dtype=dtype).head_dim
             assert 2 * tile.num_stages * tile.block_n * padded * dtype.itemsize <= MAX_SHARED_MEMORY
@@ -26,8 +28,9 @@ def test_every_shape_has_a_tile_that_fits(kernel, dtype):
 def test_shapes_outside_the_table_are_refused():
     arguments = {"head_dim": 64, "num_groups": 1, "dtype": torch.float16}
     for change, message in (
-        ({"head_dim": 257}, "head_dim is 257; paged_prefill supports 1 to 256"),
-        ({"num_groups": 129}, "129 query heads share a KV head; paged_prefill supports 1 to 128"),
+        ({"head_dim": 513}, "head_dim is 513; paged_prefill supports 1 to 512"),
+        ({"num_groups": 129}, "129 query heads of 64 share a KV head; paged_prefill supports 1 to 128"),
+        ({"num_groups": 33, "head_dim": 264}, "33 query heads of 264 share a KV head; paged_prefill supports 1 to 32"),
         ({"dtype": torch.float64}, "elements of at most 4 bytes"),
     ):
         with pytest.raises(ValueError, match=message):

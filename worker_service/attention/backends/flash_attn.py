@@ -28,7 +28,7 @@ _CAPABILITY = Capability(
     device_types=("cuda",),
     compute_capability=(8, 0),
     dtypes=(torch.bfloat16, torch.float16),
-    head_dims=HEAD_DIMS,
+    head_dims=range(HEAD_DIMS.start, 256 + 1, HEAD_DIMS.step),
     # flash-attn needs multiples of 256, and the kernel that writes blocks supports no larger ones
     block_sizes=range(256, 257),
     supports_sinks=False,

@@ -19,7 +19,7 @@ from pagewire.kernels.triton.decode_attention import ANY_LEN, PROGRAMS_PER_PROCE
 from pagewire.kernels.triton.fused import HeadCaching
 from pagewire.kernels.triton.launching import RepeatedLaunch, Strided
 from pagewire.kernels.triton.paged_attention import PagedAttention
-from pagewire.kernels.triton.tiles import MAX_GROUPS
+from pagewire.kernels.triton.tiles import max_groups
 from worker_service.attention.backend import AttentionBatch, AttentionShape, Capability, DeviceRows
 from worker_service.models.torch_operations import Attend
 
@@ -30,7 +30,7 @@ _CAPABILITY = Capability(
     cache_dtypes=(torch.float8_e4m3fn,),
     cache_compute_capability=(8, 9),  # the lowest version for which Triton converts float8_e4m3fn
     head_dims=HEAD_DIMS,
-    max_groups=MAX_GROUPS,
+    max_groups=max_groups,
     block_sizes=BLOCK_SIZES,
 )
 
