@@ -5,6 +5,7 @@ import asyncio
 import os
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -184,10 +185,20 @@ def _info_rows(info: ServerInfo) -> list[tuple[str, str]]:
     ]
     if worker is not None and worker.weight_format:
         rows.insert(2, ("weights", f"{worker.weight_format}, {describe_memory(worker.weight_bytes)} of memory"))
+    if worker is not None and any(worker.layer_group_windows):
+        rows.append(("layer groups", _describe_windows(worker.layer_group_windows)))
     rows += [("chat", f"refused: {refusal}") for refusal in info.chat_refusals]
     if info.structured_output_refusal:
         rows.append(("structured output", f"refused: {info.structured_output_refusal}"))
     return rows
+
+
+def _describe_windows(windows: Sequence[int]) -> str:
+    """Return the numbers of layer groups without a window and with each window, as one line."""
+    return ", ".join(
+        f"{number} with a window of {window} tokens" if window else f"{number} without a window"
+        for window, number in Counter(windows).items()
+    )
 
 
 def _load_rows(loads: Loads) -> list[tuple[str, str]]:

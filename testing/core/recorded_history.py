@@ -3,7 +3,14 @@
 import random
 from pathlib import Path
 
-from pagewire.common.wire.messages import GrammarKind, SamplingParams, StepPlan, WorkerCapacity, WorkerProtocolError
+from pagewire.common.wire.messages import (
+    GrammarKind,
+    LayerGroup,
+    SamplingParams,
+    StepPlan,
+    WorkerCapacity,
+    WorkerProtocolError,
+)
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import (
     AdmissionError,
@@ -34,6 +41,7 @@ DEFAULTS = SchedulerOptions(
     preemption="auto",
     grammar_version="g",
 )
+_WINDOWS = [(0,), (0, 8), (12, 6, 6)]  # of the layer groups, by seed
 
 
 class RecordedHistory:
@@ -59,6 +67,7 @@ class RecordedHistory:
             retention=rng.choice(["lru", "learned"]),
             grammar_version="g",
         )
+        self.windows = _WINDOWS[seed % len(_WINDOWS)]
         self.recorder = Recorder(str(path), self.options)
         self.recorder.open()
         self.core = Scheduler(self.options)
@@ -105,8 +114,11 @@ class RecordedHistory:
             num_host_blocks=20,
             swap_bandwidth=1e6,
             grammar_version="g",
+            layer_groups=tuple(map(LayerGroup, self.windows)),
         )
-        self.worker = SimulatedWorker(capacity.num_device_blocks, 4, VOCAB, 6, 48, num_host_blocks=20)
+        self.worker = SimulatedWorker(
+            capacity.num_device_blocks, 4, VOCAB, 6, 48, num_host_blocks=20, windows=self.windows
+        )
         self.take(self.scheduler.worker_joined(capacity, self.epoch, self.now))
 
     def add(self) -> None:

@@ -552,6 +552,16 @@ def test_status_tells_of_the_weights(capsys: pytest.CaptureFixture[str], schedul
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)
 
 
+def test_status_tells_of_layer_groups(capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler) -> None:
+    scheduler.info.worker.MergeFrom(pb.WorkerInfo(layer_group_windows=[0]))
+    assert main(["status"]) == 0
+    assert "layer groups" not in capsys.readouterr().out
+    scheduler.info.worker.MergeFrom(pb.WorkerInfo(layer_group_windows=[512] * 6))
+    assert main(["status"]) == 0
+    line = "^layer groups +1 without a window, 6 with a window of 512 tokens$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+
+
 def test_status_tells_the_share_of_the_prompts_that_each_cache_had(
     capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler
 ) -> None:

@@ -16,8 +16,8 @@ would return wrong content.
     show, stats NAME...       print requests and blocks; print statistics
 
 Device blocks are shown as numbers, and host blocks as numbers with the prefix h. In a block table, a dot is a hole. A
-map of blocks shows the owner of each block. It shows = for several owners, + for a block that is only cached, ~ for a
-block that only a move uses, and a dot for a free block.
+bar separates the tables of two layer groups. A map of blocks shows the owner of each block. It shows = for several
+owners, + for a block that is only cached, ~ for a block that only a move uses, and a dot for a free block.
 """
 
 import shlex
@@ -153,19 +153,25 @@ class Story:
             rows[opening.slot] = self._names[opening.sequence_id]
             computed = f", {opening.num_computed_tokens} of them computed" if opening.num_computed_tokens else ""
             grammar = f", with grammar {opening.grammar_id}" if opening.grammar_id else ""
-            blocks = " ".join(str(block or ".") for block in opening.block_ids)
+            blocks = " | ".join(" ".join(str(block or ".") for block in table) for table in opening.block_tables)
             yield f"opens {rows[opening.slot]}:", [f"{len(opening.token_ids)} tokens{computed}, in {blocks}{grammar}"]
         forks = [(rows[source], target) for source, target in pairs(plan.fork_source_slots, plan.fork_target_slots)]
         for name, target in forks:  # the rows of a beam search are distinguished by their slots
             rows[target] = f"{name.partition('.')[0]}.{target}"
         yield "forks", [f"{name}>{rows[target]}" for name, target in forks]
-        yield "appends", [f"{rows[slot]}+{block}" for slot, block in pairs(plan.append_tables, plan.append_block_ids)]
+        appended = pairs(plan.append_tables, plan.append_block_ids)
+        yield "appends", [f"{self._table(table)}+{block}" for table, block in appended]
         replaced = pairs(plan.set_block_tables, plan.set_block_indexes, plan.set_block_ids)
-        yield "replaces", [f"{rows[slot]}[{index}]={block}" for slot, index, block in replaced]
+        yield "replaces", [f"{self._table(table)}[{index}]={block}" for table, index, block in replaced]
         yield (
             "tells",
             [f"{rows[slot]}:{token}" for slot, token in pairs(plan.append_token_slots, plan.append_token_ids)],
         )
+
+    def _table(self, table: int) -> str:
+        """Return the name of a block table: the name of its row, with a bar for each preceding layer group."""
+        layer_group, slot = divmod(table, self._scheduler.state.worker.capacity.max_num_seqs)
+        return self._rows[slot] + "|" * layer_group
 
     def do_complete(self) -> Iterator[str]:
         result = self._results.popleft()

@@ -481,8 +481,10 @@ def test_the_map_tells_the_owners_of_blocks():
     assert BlockUse.CACHED in explain.block_map(system.scheduler.state).device
 
 
-def test_kv_events_tell_what_can_be_matched():
-    system = System(num_blocks=8, num_host_blocks=8)
+@pytest.mark.parametrize("windows", [(0,), (0, 8)])
+def test_kv_events_tell_what_can_be_matched(windows):
+    """A block is reported where all layer groups have it."""
+    system = System(num_blocks=8 * len(windows), num_host_blocks=8 * len(windows), windows=windows)
     system.join()
     system.add(prompt_of(8), 6)
     system.run()
