@@ -19,6 +19,7 @@ from pagewire.kernels.triton.launching import Strided, check_tensor
 _TILE_TOKENS = 256
 _TILE_BLOCKS = 1024  # entries of a block table
 _TILE_ROWS = 32
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
 
 # `RowTables`, each `Strided`.
 _Tables = namedtuple("_Tables", "token_ids block_tables")
@@ -60,12 +61,9 @@ def gather_tokens(
             lengths,
             row_slots,
             gathered,
-            padded.stride(0),
             num_tokens,
-            num_tiles,
             num_rows,
             num_blocks,
-            num_pieces,
             NUM_LAYER_GROUPS=num_layer_groups,
             BLOCK_SIZE=tables.block_size,
             TILE_TOKENS=_TILE_TOKENS,
@@ -111,18 +109,19 @@ def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tens
 
 # The number of tokens and rows of a step, and the alignment of its uploaded tensors, must not trigger a recompilation.
 @triton.jit(
-    do_not_specialize=["mapping_stride", "num_tokens", "num_tiles", "num_rows", "num_blocks", "num_pieces"],
+    do_not_specialize=["num_tokens", "num_rows", "num_blocks"],
     do_not_specialize_on_alignment=["slots", "lengths", "row_slots"],
 )
 def _gather_tokens_kernel(
-    tables, slots, lengths, row_slots, gathered, mapping_stride, num_tokens, num_tiles, num_rows, num_blocks,
-    num_pieces, NUM_LAYER_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
+    tables, slots, lengths, row_slots, gathered, num_tokens, num_rows, num_blocks,
+    NUM_LAYER_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Triton kernel that collects the inputs of a step from the tables of all rows (running sequences). The first
-    `num_tiles` programs copy tokens. Every other program copies one of the `num_pieces` pieces of one row's block table
-    in one layer group."""
+    programs copy a tile of tokens each. Every other program copies one piece of one row's block table in one layer
+    group."""
     program = tl.program_id(0)
+    mapping_stride = tl.cdiv(num_tokens, _ALIGNMENT) * _ALIGNMENT
+    num_tiles, num_pieces = tl.cdiv(num_tokens, TILE_TOKENS), tl.cdiv(num_blocks, TILE_BLOCKS)
     if program < num_tiles:
         token = program * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         is_token = token < num_tokens

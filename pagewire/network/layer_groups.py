@@ -24,7 +24,7 @@ _MAX_COST = 1.05  # of the lowest cost
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
+class LayersOfGroup:
     """Layers that share block tables. `window` is the number of positions that their queries attend to; 0: all."""
 
     window: int
@@ -44,15 +44,15 @@ class _Kind:
         num_together = block // self.size
         return num_together and -(-len(self.layers) // num_together)
 
-    def groups(self, block: int) -> list[LayerGroup]:
+    def groups(self, block: int) -> list[LayersOfGroup]:
         num_together = block // self.size
         starts = range(0, len(self.layers), num_together)
-        return [LayerGroup(self.window, self.layers[start : start + num_together]) for start in starts]
+        return [LayersOfGroup(self.window, self.layers[start : start + num_together]) for start in starts]
 
 
 def layer_groups(
     layers: Sequence[AttentionHeads], max_model_len: int, *, is_bidirectional: bool = False
-) -> tuple[LayerGroup, ...]:
+) -> tuple[LayersOfGroup, ...]:
     """Divide the layers of a model into groups by the rule above. Groups without a window come first, then groups in
     the order of decreasing windows.
 
@@ -75,7 +75,7 @@ def layer_groups(
     return tuple(group for kind in kinds for group in kind.groups(best))
 
 
-def group_of_layer(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
+def group_of_layer(groups: Sequence[LayersOfGroup]) -> tuple[int, ...]:
     """Return the number of the group of each layer."""
     numbers = {layer: number for number, group in enumerate(groups) for layer in group.layers}
     return tuple(numbers[layer] for layer in range(len(numbers)))

@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 from itertools import pairwise
 
-from scheduler_service.core.cache import Allocation, BlockPool, CacheManager, Content
+from scheduler_service.core.cache import Allocation, BlockContent, BlockPool, CacheManager
 from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.sequence import GroupState, Row, Sequence, SequenceGroup
 from scheduler_service.core.worker_state import WorkerState
@@ -280,7 +280,7 @@ def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
         assert group.waiting_order == state.standings.order(group), "S8: a request waits in another place than its own"
 
 
-def _check_idle(pool: BlockPool, contents: list[Content | None]) -> None:
+def _check_idle(pool: BlockPool, contents: list[BlockContent | None]) -> None:
     idle = [block for block, content in enumerate(contents) if content is not None and pool._ref_counts[block] == 0]
     assert all(pool._is_idle_cached[block] for block in idle), "S1: an idle block is not taken for cached"
     assert len(idle) == pool.num_idle_cached, "S1: a block is taken for idle and cached, and is not"

@@ -9,7 +9,15 @@ import httpx2 as httpx
 
 from pagewire import SamplingParams, Session
 from pagewire.client.completion import Output, TokenLogprobs
-from pagewire.client.errors import DeadlineExceeded, InternalError, InvalidRequest, NotFound, PagewireError, Unavailable
+from pagewire.client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    PagewireError,
+    Unavailable,
+)
 from testing.serving.received import Received, Sample
 
 COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
@@ -17,6 +25,7 @@ DONE = "[DONE]"
 _ERRORS: dict[int, type[PagewireError]] = {
     400: InvalidRequest,
     404: NotFound,
+    499: Cancelled,
     500: InternalError,
     503: Unavailable,
     504: DeadlineExceeded,

@@ -9,7 +9,7 @@ import httpx2 as httpx
 
 from pagewire import AsyncClient
 from pagewire.client.completion import Output
-from pagewire.client.errors import DeadlineExceeded, NotFound, PagewireError
+from pagewire.client.errors import Cancelled, DeadlineExceeded, NotFound, PagewireError
 from testing.serving.over_http import outputs_over_http
 from testing.serving.received import Received
 from testing.streams import Progress
@@ -86,6 +86,8 @@ class Company:
                     own.add(len(output.token_ids))
                     self._progress.add(len(output.token_ids))
         except PagewireError as error:
+            if isinstance(error, Cancelled) and self._requests[number].fate == "aborted":
+                return  # before its first output
             received.fail(
                 error if self._requests[number].way is Way.GRPC else type(error)("")
             )  # HTTP messages name fields differently

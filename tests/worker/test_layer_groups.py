@@ -1,6 +1,6 @@
 import pytest
 
-from pagewire.network.layer_groups import LayerGroup, group_of_layer, layer_groups
+from pagewire.network.layer_groups import LayersOfGroup, group_of_layer, layer_groups
 from pagewire.network.operations import AttentionHeads
 
 
@@ -45,9 +45,9 @@ def test_groups_are_in_the_order_of_their_reach() -> None:
 
 def test_a_window_of_the_longest_sequence_is_no_window() -> None:
     layers = [heads(0), heads(32)]
-    assert layer_groups(layers, 32) == (LayerGroup(0, (0, 1)),)
-    assert layer_groups(layers, 33) == (LayerGroup(0, (0,)), LayerGroup(32, (1,)))
-    assert layer_groups(layers, 33, is_bidirectional=True) == (LayerGroup(0, (0, 1)),)
+    assert layer_groups(layers, 32) == (LayersOfGroup(0, (0, 1)),)
+    assert layer_groups(layers, 33) == (LayersOfGroup(0, (0,)), LayersOfGroup(32, (1,)))
+    assert layer_groups(layers, 33, is_bidirectional=True) == (LayersOfGroup(0, (0, 1)),)
 
 
 def test_ranks_have_the_groups_of_the_whole_model() -> None:
@@ -59,8 +59,11 @@ def test_layers_of_different_heads_are_never_in_one_group() -> None:
     """A block holds one of the large layers or two of the small layers."""
     layers = [heads(0, 4), heads(32, 2), heads(32, 2), heads(32, 2), heads(0, 4)]
     groups = layer_groups(layers, 4096)
-    assert groups == (LayerGroup(0, (0, 4)), LayerGroup(32, (1, 2, 3)))
-    assert layer_groups([heads(0, 4), heads(0, 2), heads(0, 2)], 64) == (LayerGroup(0, (0,)), LayerGroup(0, (1, 2)))
+    assert groups == (LayersOfGroup(0, (0, 4)), LayersOfGroup(32, (1, 2, 3)))
+    assert layer_groups([heads(0, 4), heads(0, 2), heads(0, 2)], 64) == (
+        LayersOfGroup(0, (0,)),
+        LayersOfGroup(0, (1, 2)),
+    )
 
 
 def test_few_groups_are_worth_a_twentieth_of_the_memory() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagewire.common.wire.messages import Logprobs, RowStatus, SamplingParams, StepPlan
-from pagewire.network.layer_groups import LayerGroup
+from pagewire.network.layer_groups import LayersOfGroup
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.plans import Row, plan_steps
@@ -103,7 +103,7 @@ def test_groups_do_not_change_a_bit(
         rows = [Row(prompt, 30, SamplingParams(num_logprobs=5)) for prompt in prompts]
         found.append(compute(worker, rows, 13, seed=3))
         monkeypatch.setattr(
-            loader, "layer_groups", lambda layers, *_, **__: (LayerGroup(0, tuple(range(len(layers)))),)
+            loader, "layer_groups", lambda layers, *_, **__: (LayersOfGroup(0, tuple(range(len(layers)))),)
         )
     assert len(sizes) > 1 == len(worker.ready.layer_groups)
     assert found[0] == found[1]

@@ -14,7 +14,7 @@ from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.quantized import BITS, quantized_format
 from pagewire.network.checkpoint_files import ADAPTER_FILE
-from pagewire.network.layer_groups import LayerGroup, group_of_layer, layer_groups
+from pagewire.network.layer_groups import LayersOfGroup, group_of_layer, layer_groups
 from pagewire.network.network import Network
 from pagewire.network.rope import RopeConfig
 from pagewire.network.source import load_config, model_digest, weights_digest
@@ -187,7 +187,7 @@ def attention_shape(
     block_size: int,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
-    groups: Sequence[LayerGroup] = (),
+    groups: Sequence[LayersOfGroup] = (),
 ) -> AttentionShape:
     """Return the numbers of heads, dtypes and features by which an attention backend is chosen for a model.
 
@@ -214,7 +214,7 @@ def attention_shape(
 
 def cache_shape(
     network: Network,
-    groups: Sequence[LayerGroup],
+    groups: Sequence[LayersOfGroup],
     block_size: int,
     dtype: torch.dtype,
     *,

@@ -130,7 +130,7 @@ class Cursor:
         """Return the number of full blocks of the waiting prompt that would have to be computed."""
         return self.max_blocks - self.num_usable_blocks
 
-    def is_changed_by(self, content: Content, depth: int, *, is_gain: bool) -> bool:
+    def is_changed_by(self, content: BlockContent, depth: int, *, is_gain: bool) -> bool:
         """Record that a content of a layer group with a window was cached or lost at the cursor's node or above it, in
         block number `depth` of the prompt. Return whether the number of usable blocks may have changed."""
         known = self._num_usable
@@ -234,7 +234,7 @@ class Node:
         return self
 
     @property
-    def contents(self) -> tuple[Content, ...]:
+    def contents(self) -> tuple[BlockContent, ...]:
         """Return the content of the node in each layer group."""
         return (self, *self.later)
 
@@ -292,7 +292,7 @@ class Node:
         )
 
 
-Content = Node | LaterContent
+BlockContent = Node | LaterContent
 
 
 class Cursors:
@@ -325,7 +325,7 @@ class Cursors:
         moved, self._moved = self._moved, {}
         return list(moved)
 
-    def changed(self, content: Content, *, is_gain: bool) -> None:
+    def changed(self, content: BlockContent, *, is_gain: bool) -> None:
         """Record that a content of a layer group with a window was cached (`is_gain`) or lost, for the waiting prompts
         whose cached prefix contains its node."""
         if not content.node.num_cursors:
@@ -379,8 +379,8 @@ class PrefixIndex:
         self.windows = Windows(windows, block_size)
         self._later, self._num_spine = range(1, len(windows)), self.windows.num_spine
         self.roots: dict[Root, Node] = {}
-        self.contents: list[Content | None] = [None] * (num_blocks + 1)  # by device block
-        self.host_contents: list[Content | None] = [None] * (num_host_blocks + 1)
+        self.contents: list[BlockContent | None] = [None] * (num_blocks + 1)  # by device block
+        self.host_contents: list[BlockContent | None] = [None] * (num_host_blocks + 1)
         self.num_cached_blocks = 0
         self.num_cached_host_blocks = 0
         self._changes: list[tuple[Node, Tier, bool]] = []  # content that was stored (True) or removed since take_events
@@ -445,7 +445,7 @@ class PrefixIndex:
                 node.later = tuple(LaterContent(node, group, group < self._num_spine) for group in self._later)
         return node
 
-    def add_copy(self, content: Content, block: int) -> None:
+    def add_copy(self, content: BlockContent, block: int) -> None:
         """Record that the device block `block` contains a copy of a content, so that other sequences can use it. Raises
         RuntimeError if the index already has content for `block`."""
         if self.contents[block] is not None:
@@ -456,7 +456,7 @@ class PrefixIndex:
         if len(content.blocks) == 1:
             self._record_gain(content, Tier.DEVICE, content.host_block > 0)
 
-    def add_host_copy(self, content: Content, host_block: int) -> None:
+    def add_host_copy(self, content: BlockContent, host_block: int) -> None:
         """Record that the host block `host_block` contains a copy of a content. The content must have no copy on the
         host yet."""
         assert not content.host_block
@@ -544,7 +544,7 @@ class PrefixIndex:
             node = self.roots[root] = Node(root, None, b"")
         return node
 
-    def _record_gain(self, content: Content, tier: Tier, is_cached_elsewhere: bool) -> None:
+    def _record_gain(self, content: BlockContent, tier: Tier, is_cached_elsewhere: bool) -> None:
         """Record that one tier (device or host) has got its first copy of a content. If the other tier has none, move
         the cursors of the waiting prompts."""
         node = content.node
@@ -557,7 +557,7 @@ class PrefixIndex:
         elif node.is_cached:
             self.cursors.advance_waiting(node)
 
-    def _record_loss(self, content: Content, tier: Tier) -> None:
+    def _record_loss(self, content: BlockContent, tier: Tier) -> None:
         """Remove the last copy of a content in one tier (device or host). If the other tier has no copy either, move
         the cursors of the waiting prompts."""
         node = content.node

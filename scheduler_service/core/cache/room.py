@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from pagewire.common.wire.messages import WorkerCapacity
 from scheduler_service.core.cache.block_pool import BlockPool
-from scheduler_service.core.cache.prefix_index import Content, Node, Root, Windows
+from scheduler_service.core.cache.prefix_index import BlockContent, Node, Root, Windows
 from scheduler_service.core.request import Request
 
 
@@ -179,7 +179,7 @@ class Match:
 
     nodes: tuple[Node, ...] = ()
     num_on_device: int = 0
-    loads: tuple[Content, ...] = ()
+    loads: tuple[BlockContent, ...] = ()
 
     @property
     def num_loaded_blocks(self) -> int:

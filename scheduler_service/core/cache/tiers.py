@@ -16,7 +16,7 @@ from scheduler_service.core.cache.block_pool import (
     equal_priority,
     no_owner,
 )
-from scheduler_service.core.cache.prefix_index import Content, Node, PrefixIndex
+from scheduler_service.core.cache.prefix_index import BlockContent, Node, PrefixIndex
 from scheduler_service.core.cache.room import Allocation
 
 # Demotion keeps 1/_DEMOTION_SHARE of the device blocks free without loss: they have no cached content, or the host has
@@ -40,7 +40,7 @@ class Move(NamedTuple):
     device_block: int
     host_block: int
     is_out: bool  # device to host
-    content: Content | None  # that gets a copy in the other tier; None: a swap
+    content: BlockContent | None  # that gets a copy in the other tier; None: a swap
     free_list: int = 0  # the free list for the move's blocks if no sequence holds them afterwards
 
 
@@ -48,7 +48,7 @@ class TierAllocator:
     """The allocator of the KV cache blocks of one tier (the device or the host). When it reuses a block with cached
     content, it removes the content from the prefix index."""
 
-    def __init__(self, num_blocks: int, contents: list[Content | None], forget: Callable[[int], None]) -> None:
+    def __init__(self, num_blocks: int, contents: list[BlockContent | None], forget: Callable[[int], None]) -> None:
         """Create an allocator with `num_blocks` free blocks.
 
         `contents[block]` is the content of a block in the prefix index, or None if the block has no cached content.
@@ -139,7 +139,7 @@ class MoveLedger:
             self.num_moved_out += move.is_out
             self.num_moved_in += not move.is_out
 
-    def _record_copy(self, move: Move, content: Content) -> None:
+    def _record_copy(self, move: Move, content: BlockContent) -> None:
         """Add the target block of a finished transfer to the prefix index, as a second copy of the content.
 
         Does nothing if the content was removed from the index in the meantime, for example because it was bad.
@@ -301,7 +301,7 @@ class Tiers:
         max_chosen = min(num_wanted, _MAX_DEMOTIONS + 2 * -(-num_tokens // self._block_size), self.host_pool.num_free)
         if max_chosen <= 0 or not pool.num_idle_cached:
             return
-        chosen: list[tuple[Content, int]] = []  # with the free list of the block
+        chosen: list[tuple[BlockContent, int]] = []  # with the free list of the block
         spare: list[int] = []
         for free_list, block in islice(pool.idle_blocks(), max_chosen + _DEMOTION_WINDOW):
             content = self.index.contents[block]
@@ -352,7 +352,7 @@ class Tiers:
             self.index.contents[target] is None or self.pool.order.may_evict(self.pool.free_list_of(target), free_list)
         )
 
-    def _missing_contents(self, host_block: int) -> list[Content]:
+    def _missing_contents(self, host_block: int) -> list[BlockContent]:
         """Return the contents to load so that a host block can be used on the device: its own, and those of its
         preceding blocks in the same layer group that are not on the device either. In a layer group outside the spine,
         these are the blocks of one window. The order is that of the prompt.
@@ -364,7 +364,7 @@ class Tiers:
             return []
         is_spine = last.group < windows.num_spine
         num_passed = 0 if is_spine else windows.num_passed(last.group, last.node.depth)
-        contents: list[Content] = []
+        contents: list[BlockContent] = []
         node = last.node
         most = last.node.depth - num_passed
         while node.parent is not None and len(contents) < most and not node.contents[last.group].blocks:
