@@ -124,6 +124,7 @@ class SequenceTable:
         self.token_ids = np.zeros((size, limits.max_model_len + 1), np.int32)
         self.block_tables = np.zeros((limits.num_tables, limits.max_num_blocks), np.int32)  # 0 beyond its num_blocks
         self.num_blocks = np.zeros(limits.num_tables, np.int64)
+        self._num_blocks_of_groups = self.num_blocks.reshape(-1, size)  # the same memory
         self.occupied = np.zeros(size, np.bool_)
         self.num_tokens = np.zeros(size, np.int64)
         self.num_prompt_tokens = np.zeros(size, np.int64)
@@ -215,13 +216,13 @@ class SequenceTable:
         if self.occupied[slot] != occupied:
             raise WorkerProtocolError(f"slot {slot} is {'vacant' if occupied else 'occupied'}")
 
-    def _occupied_slots(self, slots: ArrayLike) -> IntArray:
+    def _occupied_slots(self, slots: tuple[int, ...]) -> IntArray:
         """Check the slots that a step plan names, and return them as an array.
 
         Raises WorkerProtocolError if a slot is out of range or has no running sequence.
         """
-        array = np.asarray(slots, np.int64)
-        self._check_range(array)
+        array = _as_array(slots)
+        _check_range(array, self.limits.max_num_seqs, "slot")
         _refuse_any(~self.occupied[array], lambda i: f"slot {array[i]} is vacant")
         return array
 
@@ -230,18 +231,14 @@ class SequenceTable:
 
         Raises WorkerProtocolError if a number is out of range or its slot has no running sequence.
         """
-        array, num_tables = _as_array(tables), self.limits.num_tables
-        is_beyond = (array < 0) | (array >= num_tables)
-        _refuse_any(is_beyond, lambda i: f"block table {array[i]} is out of range: there are {num_tables}")
-        return array, self._occupied_slots(array % self.limits.max_num_seqs)
+        array = _as_array(tables)
+        _check_range(array, self.limits.num_tables, "block table")
+        slots = array % self.limits.max_num_seqs
+        _refuse_any(~self.occupied[slots], lambda i: f"slot {slots[i]} is vacant")
+        return array, slots
 
     def _refuse_pooled(self, slots: IntArray, what: str) -> None:
         _refuse_any(self.sampling.is_pooled[slots], lambda i: f"slot {slots[i]} {what}, but has pooling")
-
-    def _check_range(self, slots: IntArray) -> None:
-        num_slots = self.limits.max_num_seqs
-        is_beyond = (slots < 0) | (slots >= num_slots)
-        _refuse_any(is_beyond, lambda i: f"slot {slots[i]} is out of range: there are {num_slots}")
 
     def _release(self, slot: int) -> None:
         self._check_slot(slot, occupied=True)
@@ -275,7 +272,7 @@ class SequenceTable:
         sources = self._occupied_slots(source_slots)
         self._refuse_pooled(sources, "is forked")
         targets = _as_array(target_slots)
-        self._check_range(targets)
+        _check_range(targets, self.limits.max_num_seqs, "slot")
         _check_distinct("forks have the same target", target_slots)
         # Indexing an array by an array copies it, so every source is read before any target is written.
         num_tokens = self.num_tokens[sources].max()
@@ -348,7 +345,7 @@ class SequenceTable:
             raise WorkerProtocolError(
                 f"a step is to compute {num_step_tokens} tokens; it computes at most {limits.max_num_batched_tokens}"
             )
-        num_positions = self.num_blocks[self.limits.tables_of(slots)].min(0) * limits.block_size
+        num_positions = self._num_blocks_of_groups[:, slots].min(0) * limits.block_size
         if not (ends <= np.minimum(np.minimum(num_tokens, num_positions), limits.max_model_len)).all():
             _check_ends(slots, ends, num_tokens, "tokens")
             _check_ends(slots, ends, num_positions, "positions in its blocks")
@@ -376,6 +373,11 @@ def _refuse_any(is_bad: NDArray[np.bool_], describe: Callable[[int], str]) -> No
     """
     if is_bad.any():
         raise WorkerProtocolError(describe(int(is_bad.argmax())))
+
+
+def _check_range(numbers: IntArray, count: int, what: str) -> None:
+    is_beyond = (numbers < 0) | (numbers >= count)
+    _refuse_any(is_beyond, lambda i: f"{what} {numbers[i]} is out of range: there are {count}")
 
 
 def _check_lengths(phase: str, columns: Sequence[Column]) -> None:
