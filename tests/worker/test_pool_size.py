@@ -10,7 +10,13 @@ import torch
 from worker_service.config import WorkerConfig
 from worker_service.startup import loader
 from worker_service.startup.device_memory import DeviceMemory, StepSize
-from worker_service.startup.pool_size import PoolSize, count_blocks, cpu_cache_bytes, default_swap_bytes
+from worker_service.startup.pool_size import (
+    PoolSize,
+    blocks_of_sequence,
+    count_blocks,
+    cpu_cache_bytes,
+    default_swap_bytes,
+)
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -174,6 +180,13 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
     )
     assert assembly.num_blocks(asked) == (10, expected)
     assert measured == [expected], "its staging is counted among what a GPU's memory is taken by"
+
+
+def test_a_sequence_needs_blocks_for_the_windows_of_its_groups() -> None:
+    assert blocks_of_sequence((0,), 100, 16, 64) == 7
+    # A window of 20 before a step of 32 tokens may begin with the last position of a block.
+    assert blocks_of_sequence((0, 20, 20), 1024, 16, 32) == 64 + 2 * 5
+    assert blocks_of_sequence((90, 20), 100, 16, 64) == 7 + 7, "never more than the whole sequence"
 
 
 class Failing:
