@@ -4,8 +4,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
-from pagewire.common.wire.messages import RowOpening, SamplingParams, StepPlan
+from pagewire.common.wire.messages import RowOpening, SamplingParams, StepPlan, WorkerCapacity
 
 GREEDY = SamplingParams()
 _RETURN_SHARE = 0.3
@@ -66,6 +67,14 @@ def plan_steps(
     while any(row.num_planned_outputs < row.num_outputs for row in rows):
         steps.append(planner.step(epoch, len(steps) + 1, max_num_batched_tokens))
     return steps
+
+
+def plan_for(
+    worker: WorkerCapacity, rows: Sequence[Row], max_num_batched_tokens: int, **options: Any
+) -> list[PlannedStep]:
+    """Return the steps for a worker with this capacity. `options` are further options of `plan_steps`."""
+    own = {"block_size": worker.block_size, "windows": worker.windows, "max_num_seqs": worker.max_num_seqs}
+    return plan_steps(rows, max_num_batched_tokens=max_num_batched_tokens, **own, **options)
 
 
 class _Planner:

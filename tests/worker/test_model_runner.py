@@ -27,7 +27,7 @@ from pagewire.common.wire.messages import (
 )
 from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, make_checkpoint
 from testing.kernels.compiler import skip_without_compiler
-from testing.plans import Row, num_blocks_needed, plan_steps
+from testing.plans import Row, num_blocks_needed, plan_for, plan_steps
 from testing.seeds import seeded
 from testing.worker.host_blocks import host_block
 from tests.thorough import thorough
@@ -55,15 +55,7 @@ def generate(worker: LoadedWorker, rows: Sequence[Row], budget: int) -> list[lis
     """Return each row's output tokens."""
     worker.runner.reset(1)
     outputs: list[list[int]] = [[] for _ in rows]
-    ready = worker.ready
-    steps = plan_steps(
-        rows,
-        block_size=ready.block_size,
-        max_num_batched_tokens=budget,
-        windows=ready.windows,
-        max_num_seqs=ready.max_num_seqs,
-    )
-    for step in steps:
+    for step in plan_for(worker.ready, rows, budget):
         result = worker.runner.execute(step.plan)
         assert result.statuses == ()
         for slot, token_id in zip(step.sampling_slots, result.token_ids, strict=True):

@@ -20,7 +20,7 @@ from pagewire.network.pooling_config import read_gguf_pooling
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
-from testing.plans import Row, plan_steps
+from testing.plans import Row, plan_for, plan_steps
 from testing.seeds import seeded
 from tests.thorough import thorough
 from tests.worker.runners import load
@@ -56,7 +56,7 @@ def embed(worker: LoadedWorker, rows: Sequence[tuple[Sequence[int], Pooling]], b
     worker.runner.reset(1)
     planned = [Row(prompt, 1, SamplingParams(pooling=pooling)) for prompt, pooling in rows]
     found: dict[int, bytes] = {}
-    for step in plan_steps(planned, block_size=worker.ready.block_size, max_num_batched_tokens=budget):
+    for step in plan_for(worker.ready, planned, budget):
         result = worker.runner.execute(step.plan)
         assert (result.statuses, result.token_ids) == ((), ())
         found |= zip(step.sampling_slots, result.embeddings, strict=True)

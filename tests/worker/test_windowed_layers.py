@@ -11,7 +11,7 @@ from pagewire.common.wire.messages import Logprobs, RowStatus, SamplingParams, S
 from pagewire.network.layer_groups import LayersOfGroup
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
-from testing.plans import Row, plan_steps
+from testing.plans import Row, plan_for
 from testing.seeds import seeded
 from testing.worker.model_logits import use_kernels
 from tests.thorough import thorough
@@ -43,16 +43,9 @@ def compute(
     Blocks that no row needs any more are filled with NaN before they are used again.
     """
     worker.runner.reset(1)
-    ready, storage = worker.ready, worker.runner._cache.storage.view(torch.uint8)
+    storage = worker.runner._cache.storage.view(torch.uint8)
     storage[1:] = 0xFF
-    steps = plan_steps(
-        rows,
-        block_size=ready.block_size,
-        max_num_batched_tokens=budget,
-        windows=ready.windows,
-        max_num_seqs=ready.max_num_seqs,
-        rng=seeded(seed),
-    )
+    steps = plan_for(worker.ready, rows, budget, rng=seeded(seed))
     outputs: list[list[int]] = [[] for _ in rows]
     logprobs = []
     for step in steps:
@@ -114,10 +107,7 @@ def test_a_failed_row_leaves_nan_in_the_blocks_of_all_groups(tmp_path: Path) -> 
     worker = load(make_checkpoint(tmp_path, "gemma2", seed=29), block_size=8)
     runner, cache = worker.runner, worker.runner._cache
     cache.storage.zero_()
-    [planned] = plan_steps(
-        [Row(range(20), 1)], block_size=8, max_num_batched_tokens=64, windows=(0, 20),
-        max_num_seqs=worker.ready.max_num_seqs,
-    )  # fmt: skip
+    [planned] = plan_for(worker.ready, [Row(range(20), 1)], 64)
     runner._give_up(runner.table.apply(planned.plan))
     [opening] = planned.plan.openings
     for layers, table in zip(cache.shape.groups, opening.block_tables, strict=True):
