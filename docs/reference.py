@@ -1,4 +1,5 @@
-"""Writes the generated pages and parts of pages: metrics, APIs, models, weight formats, other engines' options.
+"""Writes the generated pages and parts of pages: metrics, APIs, models, weight formats, cache sizes, other
+engines' options.
 
 It also writes code that repeats other code for type checkers. Run `make docs` or `python -m docs.reference`. A test
 checks that the pages are up to date.
@@ -29,6 +30,7 @@ from msgspec import Struct
 from prometheus_client.metrics_core import Metric
 
 from bench.gpu.results_page import tables
+from docs.cache_sizes import sizes_table
 from docs.kinds import architectures_table, ranking_table
 from pagewire.common.gguf import ARCHITECTURES, SUPPORTED_TYPES
 from pagewire.common.wire.messages import WorkerCapacity
@@ -216,6 +218,10 @@ def models_page() -> str:
     for name, part in parts.items():
         text = with_part(text, name, part)
     return text
+
+
+def sizing_page() -> str:
+    return with_part((FOLDER / "sizing.md").read_text(encoding="utf-8"), "KV cache of models", sizes_table())
 
 
 def counting_page(path: Path) -> str:
@@ -489,6 +495,7 @@ PAGES = {
     "migrating.md": migrating_page,
     "models.md": models_page,
     "gpu.md": gpu_page,
+    "sizing.md": sizing_page,
     "http_api.md": http_page,
     "choosing.md": partial(counting_page, FOLDER / "choosing.md"),
     "../README.md": partial(counting_page, ROOT / "README.md"),
