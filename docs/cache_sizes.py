@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pagewire.network.families import parse_config
-from pagewire.network.layer_groups import LayerGroup, layer_groups
+from pagewire.network.layer_groups import LayersOfGroup, layer_groups
 from testing.checkpoints.published import published
 from worker_service.startup.loader import cache_shape
 from worker_service.startup.pool_size import blocks_of_sequence
@@ -66,7 +66,7 @@ def _row(name: str, config: Mapping[str, Any]) -> str:
     return f"| {name} | {_describe(groups)} | {shape.block_bytes >> 10:,} KiB | {' | '.join(cells)} |"
 
 
-def _describe(groups: tuple[LayerGroup, ...]) -> str:
+def _describe(groups: tuple[LayersOfGroup, ...]) -> str:
     """Return the numbers of layers of all groups with the same window, such as "4 without a window; 4, 2 of 512"."""
     layers: dict[int, list[str]] = {}
     for group in groups:

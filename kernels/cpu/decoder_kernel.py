@@ -153,19 +153,8 @@ class DecoderKernel:
             Exception: any exception that `all_reduce` raised.
         """
         (num_tokens,), (num_logits,) = token_ids.shape, logit_rows.shape
-        if num_logits > num_tokens:
-            raise ValueError(
-                f"logit_rows has {num_logits} entries for {num_tokens} tokens; it must not have more than that"
-            )
-        num_groups, num_slots = rows.slot_mapping.shape
-        if not num_tokens == len(positions) == num_slots:
-            found = f"{num_slots} in rows, and {len(positions)} positions"
-            raise ValueError(f"there are {num_tokens} token_ids and {found}; their numbers must be equal")
         self._use_cache(kv_cache, scorings, layer_groups)
-        if num_groups <= self._last_group:
-            raise ValueError(
-                f"rows has block tables of {num_groups} layer groups, but the layers are in {self._last_group + 1}"
-            )
+        self._check_sizes(num_tokens, len(positions), num_logits, rows)
         put_rows(self._step, rows, num_tokens)
         hidden = torch.empty(num_tokens, self._head.in_size)
         logits = torch.empty(num_logits, self._head.out_size)
@@ -188,6 +177,20 @@ class DecoderKernel:
         if status == constants.LOST_RANKS:
             raise self._errors.pop()
         return hidden, logits, highest
+
+    def _check_sizes(self, num_tokens: int, num_positions: int, num_logits: int, rows: PagedRows) -> None:
+        if num_logits > num_tokens:
+            raise ValueError(
+                f"logit_rows has {num_logits} entries for {num_tokens} tokens; it must not have more than that"
+            )
+        num_groups, num_slots = rows.slot_mapping.shape
+        if not num_tokens == num_positions == num_slots:
+            found = f"{num_slots} in rows, and {num_positions} positions"
+            raise ValueError(f"there are {num_tokens} token_ids and {found}; their numbers must be equal")
+        if num_groups <= self._last_group:
+            raise ValueError(
+                f"rows has block tables of {num_groups} layer groups, but the layers are in {self._last_group + 1}"
+            )
 
     def _run_all_reduce(self) -> int:
         """Sum the exchange buffer over all ranks. The C code calls this function in the middle of a step, where the
