@@ -7,7 +7,7 @@ from collections.abc import Sized
 
 import pytest
 
-from scheduler_service.core.cache import BlockPool, EvictionOrder, Node, PrefixIndex, content_root
+from scheduler_service.core.cache import BlockPool, Cursor, EvictionOrder, Node, PrefixIndex, content_root
 from testing.seeds import seeded
 from tests.thorough import thorough
 
@@ -348,46 +348,58 @@ def test_a_cursor_stays_where_one_tier_still_has_a_copy():
     assert (cursor.chain(), index.cursors.take_moved()) == ([], [cursor])
 
 
-@pytest.mark.parametrize("seed", [*range(3), *thorough(*range(3, 10))])
-def test_cursors_are_where_a_match_ends(seed):
-    """Random prompts over few distinct tokens are published, forgotten and followed."""
+def longest_usable(chain: list[Node], windows: tuple[int, ...], block_size: int) -> int:
+    """Return the largest number of nodes of `chain` after which a sequence finds all that its windows read."""
+
+    def reads(num_blocks: int, window: int) -> set[int]:
+        first = num_blocks * block_size - window + 1 if window else 0  # of the next position's window
+        return {position // block_size for position in range(max(0, first), num_blocks * block_size)}
+
+    return max(
+        num_blocks
+        for num_blocks in range(len(chain) + 1)
+        if all(
+            chain[i].contents[group].is_cached
+            for group, window in enumerate(windows[1:], 1)
+            for i in reads(num_blocks, window) | {max(0, num_blocks - 1)}.intersection(range(num_blocks))
+        )
+    )
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 5), (7, 3), (0, 0, 4)])
+@pytest.mark.parametrize("seed", [0, *thorough(*range(1, 10))])
+def test_cursors_are_where_a_match_ends(seed, windows):
+    """Contents of random prompts over few distinct tokens are cached, lost and followed in both tiers."""
     rng = seeded(seed)
-    index = PrefixIndex(2, 60, 20)
-    cursors: dict = {}
-    for _ in range(1500):
+    index = PrefixIndex(2, 60, 30, windows)
+    cursors: dict[Cursor, list[int]] = {}
+    usable: dict[Cursor, int] = {}
+    for _ in range(400):
         tokens = [rng.randrange(2) for _ in range(12)]
         draw = rng.random()
         if draw < 0.2:
-            cursors[index.follow(KEY, tokens, 6)] = tokens
+            cursor = index.follow(KEY, tokens, 6)
+            cursors[cursor], usable[cursor] = tokens, cursor.num_usable_blocks
         elif draw < 0.3 and cursors:
             cursor = rng.choice(list(cursors))
-            del cursors[cursor]
+            del cursors[cursor], usable[cursor]
             index.unfollow(cursor)
-        elif draw < 0.6:
-            node = None
-            for i in range(rng.randint(1, 6)):
-                known = index.find(KEY, tokens, i)
-                free = [block for block in range(1, 61) if index.contents[block] is None]
-                if known is not None and known.blocks:
-                    node = known
-                elif free:
-                    node = publish(index, node, tokens, i, rng.choice(free))
-                else:
-                    break
-        elif draw < 0.7:
-            node = index.find(KEY, tokens, rng.randrange(6))
-            free = [block for block in range(1, 21) if index.host_contents[block] is None]
-            if node is not None and node.contents[0].blocks and not node.contents[0].host_block and free:
-                index.add_host_copy(node.contents[0], free[0])
+        elif draw < 0.75:
+            cache_some(index, tokens, rng)
         elif draw < 0.98:
             index.forget(rng.randint(1, 60))
-            index.forget_host(rng.randint(1, 20))
+            index.forget_host(rng.randint(1, 30))
         else:
             for root in list(index.roots.values()):
                 index.forget_subtree(root)
+        moved = index.cursors.take_moved()
         for cursor, prompt in cursors.items():
-            assert cursor.chain() == index.match(KEY, prompt, 6)
-            assert cursor.num_blocks == len(cursor.chain())
+            chain = index.match(KEY, prompt, 6)
+            assert cursor.chain() == chain
+            assert cursor.num_blocks == len(chain)
+            assert cursor.num_usable_blocks == longest_usable(chain, windows, 2)
+            assert cursor in moved or cursor.num_usable_blocks == usable[cursor], "the queue's order is out of date"
+            usable[cursor] = cursor.num_usable_blocks
         for node in index.nodes():
             assert node.num_cursors == sum(node in cursor.chain() for cursor in cursors)
     for cursor in cursors:
@@ -395,3 +407,20 @@ def test_cursors_are_where_a_match_ends(seed):
     for root in list(index.roots.values()):
         index.forget_subtree(root)
     assert index.nodes() == []
+
+
+def cache_some(index: PrefixIndex, tokens: list[int], rng: random.Random) -> None:
+    """Cache most contents of the first blocks of a prompt on the device, on the host or on both."""
+    node = None
+    for i in range(rng.randint(1, 6)):
+        free = [block for block in range(1, 61) if index.contents[block] is None]
+        free_host = [block for block in range(1, 31) if index.host_contents[block] is None]
+        if len(free) < len(index.windows.of_groups) or len(free_host) < len(index.windows.of_groups):
+            break
+        node = index.extend(KEY, node, tokens, i)
+        for number, content in enumerate(node.contents):
+            draw = rng.random()
+            if not content.blocks and (draw < 0.7 or (number == 0 and not content.is_cached)):
+                index.add_copy(content, free.pop())
+            if not content.host_block and 0.5 < draw < 0.85:
+                index.add_host_copy(content, free_host.pop())

@@ -1,5 +1,8 @@
 """Groups of sequences: forks, beams, swaps, the host tier, sliding windows, policies, and reports of the core."""
 
+import random
+from functools import partial
+
 import pytest
 
 from scheduler_service.core import explain
@@ -16,7 +19,9 @@ from scheduler_service.core.request import (
     EndReason,
     Tier,
 )
+from testing.seeds import seeded
 from tests.core.system import System, beam_reference, prompt_of
+from tests.thorough import thorough
 
 
 def plans_of(system: System) -> list:
@@ -388,6 +393,61 @@ def test_all_kinds_of_requests_longer_than_the_pool_share_it(mode):
     system.run()
     assert set(system.ends.values()) == {EndReason.LENGTH}
     system.assert_exact()
+
+
+# Layer groups
+
+
+def draw_requests(rng: random.Random) -> list:
+    """Return functions that add a few requests of different kinds to a system."""
+    adders = []
+    for _ in range(rng.choice((1, 2, 4))):
+        prompt, max_tokens = prompt_of(rng.randint(1, 60), rng.randint(0, 1)), rng.randint(1, 50)
+        options = rng.choice(({}, {"n": rng.randint(2, 4)}, {"width": rng.randint(2, 4)}))
+        priority = rng.choice((0, 0, -1, 1))
+        add = System.add_beams if "width" in options else System.add
+        adders.append(partial(add, prompt=prompt, max_tokens=max_tokens, priority=priority, **options))
+    return adders
+
+
+@pytest.mark.parametrize("seed", [51, 152, 275, *thorough(*range(50))])
+def test_what_is_admitted_ends_in_the_least_pool_that_admits_it(seed):
+    """Requests of all kinds share the blocks that the largest of them may need alone. It is refused with one less."""
+    rng = seeded(seed)
+    windows = rng.choice([(0, 20), (0, 7), (0, 0, 9), (0, 12, 5), (16, 3), (9,)])
+    options = {
+        "windows": windows,
+        "block_size": rng.choice((1, 2, 4, 8)),
+        "budget": rng.choice((8, 64)),
+        "depth": rng.choice((1, 2)),
+        "max_num_seqs": rng.choice((4, 8)),
+        "enable_prefix_caching": rng.random() < 0.5,
+        "watermark": rng.choice((0.0, 0.5)),
+        "num_host_blocks": rng.choice((0, 20, 200)),
+        "preemption": rng.choice(tuple(PreemptionMode)),
+        "delays_moves": rng.random() < 0.3,
+        "policy": rng.choice(("priority", "agent")),
+    }
+    adders, ample = draw_requests(rng), System(num_blocks=10_000, **options)
+    ample.join()
+    sizes = []
+    for add in adders:
+        add(ample)
+        *_, group = ample.scheduler.state.groups.values()
+        sizes.append(ample.scheduler.state.worker.cache.room.max_request_blocks(group.request))
+    tight, smaller = System(num_blocks=max(sizes), **options), System(num_blocks=max(sizes) - 1, **options)
+    tight.join()
+    for add in adders:
+        add(tight)
+        for _ in range(rng.choice((0, 1, 10))):
+            tight.plan()
+            if tight.results:
+                tight.complete()
+    tight.run()
+    tight.assert_exact()
+    smaller.join()
+    with pytest.raises(AdmissionError):
+        adders[sizes.index(max(sizes))](smaller)
 
 
 # Admission

@@ -438,7 +438,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         poisoned=st.booleans(),
         num_host_blocks=st.sampled_from([0, 2, 6, 12]),
-        windows=st.sampled_from([(0,), (0,), (1,), (3,), (8,)]),
+        windows=st.sampled_from([(0,), (0,), (1,), (3,), (8,), (0, 4), (0, 8, 3), (5, 2)]),
         delays_moves=st.booleans(),
         preemption=st.sampled_from(PreemptionMode),
     )
@@ -487,8 +487,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         size = self.system.capacity.block_size
         num_blocks, num_shared = -(-(length + max_tokens - 1) // size), (length - 1) // size
         num_most = num_blocks if n == 1 else num_shared + n * (num_blocks - num_shared)
-        if window := self.system.capacity.windows[0]:
-            num_most = min(num_most, n * most_blocks_of(window, size))
+        windows = self.system.capacity.windows
+        num_most = sum(min(num_most, n * most_blocks_of(each, size)) if each else num_most for each in windows)
         fits = length + max_tokens <= self.system.scheduler.max_sequence_tokens
         fits = fits and (not self.system.worker or num_most <= self.system.capacity.num_device_blocks)
         with nullcontext() if fits else pytest.raises(AdmissionError, match=r"together|with n"):

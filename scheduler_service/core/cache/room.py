@@ -222,18 +222,16 @@ class Room:
     def max_request_blocks(self, request: Request) -> int:
         """Return the largest number of KV cache blocks that a request may need at the same time.
 
-        All sequences of the request share the full blocks of the prompt. In a beam search, each beam may also need a
-        copy of a shared block. In a layer group with a sliding window, a sequence needs at most the blocks that cover
-        one window.
+        All samples of the request share the full blocks of the prompt. In a beam search, each beam may also need a copy
+        of a shared block. In a layer group with a sliding window, a sequence needs at most the blocks that cover one
+        window.
         """
         num_blocks, num_rows = self._num_blocks_of_all(request), request.num_rows
-        num_shared = (len(request.prompt_token_ids) - 1) // self.block_size
-        total = self._num_full * (num_shared + num_rows * (num_blocks - num_shared)) + self._num_copies(request)
-        if request.beam:
-            num_shared = 0  # a window may have passed the prompt before a late beam gets its row
-        most = num_shared + num_rows * (num_blocks - num_shared)
-        return total + sum(
-            min(most, num_rows * min(num_blocks, self.num_chunk_blocks(window, 1))) for window in self._sliding
+        most = self._num_distinct_blocks(request)
+        return (
+            self._num_full * most
+            + self._num_copies(request)
+            + sum(min(most, num_rows * min(num_blocks, self.num_chunk_blocks(window, 1))) for window in self._sliding)
         )
 
     @property
@@ -266,9 +264,7 @@ class Room:
         num_blocks = self._num_blocks_of_all(request)
         if not window:
             return num_blocks
-        num_rows = request.num_rows
-        num_shared = (len(request.prompt_token_ids) - 1) // self.block_size
-        num_full = self._num_full * (num_shared + num_rows * (num_blocks - num_shared))
+        num_rows, num_full = request.num_rows, self._num_full * self._num_distinct_blocks(request)
         least = [min(num_blocks, self.num_chunk_blocks(each, 1)) for each in self._sliding]
         num_left = self.pool.num_blocks - self._num_copies(request) - num_full - num_rows * sum(least)
         if num_left < 0:
@@ -278,6 +274,18 @@ class Room:
 
     def _num_blocks_of_all(self, request: Request) -> int:
         return self.num_blocks_for(len(request.prompt_token_ids) + max(0, request.max_tokens - 1))
+
+    def _num_distinct_blocks(self, request: Request) -> int:
+        """Return how many different KV cache blocks the sequences of a request need in a layer group without a window.
+
+        They share the full blocks of the prompt. With a window in any layer group, beams may share nothing: the window
+        of a beam that is computed again may have passed the prompt before the next beam gets its row.
+        """
+        num_blocks = self._num_blocks_of_all(request)
+        num_shared = (len(request.prompt_token_ids) - 1) // self.block_size
+        if request.beam and self._sliding:
+            num_shared = 0
+        return num_shared + request.num_rows * (num_blocks - num_shared)
 
     def _num_copies(self, request: Request) -> int:
         """Return how many KV cache blocks the beams of a request may need at once for copies of shared blocks
@@ -327,6 +335,32 @@ class Room:
             max(1, self.num_opening_entries(allocation, table, min(other.num_freed, num_full)) - num_full)
             for table, other in zip(allocation.tables, relative.tables, strict=True)
         ]
+
+    def matched_blocks(self, match: Match) -> list[list[int]]:
+        """Return the device blocks of a prefix cache hit in each layer group. An entry is 0 if the window has passed
+        the block."""
+        passed = [self.windows.num_passed(group, len(match.nodes)) for group in range(len(self.windows.of_groups))]
+        return [
+            [0] * num_passed + [node.contents[group].blocks[0] for node in match.nodes[num_passed:]]
+            for group, num_passed in enumerate(passed)
+        ]
+
+    def num_final_blocks(self, rows: Sequence[Allocation], sample: Allocation, starts: Sequence[list[int]]) -> int:
+        """Return how many KV cache blocks the running samples of a request (`rows`) and one more may need at the same
+        time until they end. A block that several samples share is counted once.
+
+        `starts` has the blocks with which the new sample starts in each layer group, and 0 for each block that the
+        window has passed.
+        """
+        num_blocks, total = self._num_blocks_of_all(sample.request), 0
+        for group, (window, start) in enumerate(zip(self.windows.of_groups, starts, strict=True)):
+            tables = [start, *(row.tables[group].blocks for row in rows)]
+            most = len({block for table in tables for block in table} - {0})
+            most += sum(num_blocks - len(table) for table in tables)
+            if window:
+                most = min(most, len(tables) * min(num_blocks, self.num_chunk_blocks(window, 1)))
+            total += most
+        return total
 
     def num_missing_blocks(self, allocation: Allocation, num_tokens: int) -> int:
         """Return how many more KV cache blocks must be allocated to a sequence before it can compute its next
