@@ -3,6 +3,8 @@
 A row contains the values as they are, or 8-bit integers followed by their scale.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -55,31 +57,42 @@ class TokenRows:
     """The key cache or the value cache of one layer as one long table, so that torch can read and write tokens by
     index.
 
-    Each row of the table contains the heads of one position. Position `offset` of block `block_id` is in row `block_id
-    * block_stride + offset`, where block_stride is the distance between two blocks in rows. If blocks are further apart
-    than their positions need, the table also has rows between the blocks. No index may refer to these rows.
+    A row of the table is as wide as the heads of one position, or narrower, such that blocks and positions begin at
+    whole rows. The rows of position `offset` of block `block_id` begin at `block_id * block_stride + offset *
+    position_stride`. If blocks are further apart than their positions need, the table also has rows between the blocks.
+    No index may refer to these rows.
     """
+
+    block_stride: int  # rows
+    position_stride: int  # rows; those of one position
 
     def __init__(self, cache: Tensor) -> None:
         num_blocks, block_size, num_kv_heads, size = cache.shape
-        block_stride, row_stride = cache.stride()[:2]
-        if not cache[0].is_contiguous() or block_stride % row_stride:
+        if not cache[0].is_contiguous():
             raise ValueError(f"KV cache of shape {tuple(cache.shape)} and strides {cache.stride()} is not block-major")
-        num_rows = (num_blocks - 1) * (block_stride // row_stride) + block_size
-        self._dtype = cache.dtype
-        # [cache rows, num_kv_heads, row_size]. Index operations of torch do not support all 8-bit types, hence the view
-        # as bytes.
-        rows = cache.as_strided((num_rows, num_kv_heads, size), (row_stride, size, 1))
+        width = math.gcd(cache.stride(0), num_kv_heads * size)
+        self.block_stride, self.position_stride = cache.stride(0) // width, num_kv_heads * size // width
+        num_rows = (num_blocks - 1) * self.block_stride + block_size * self.position_stride
+        self._dtype, self._heads = cache.dtype, (num_kv_heads, size)
+        # Index operations of torch do not support all 8-bit types, hence the view as bytes.
+        rows = cache.as_strided((num_rows, width), (width, 1))
         self._rows = rows.view(torch.uint8) if cache.dtype in EIGHT_BITS else rows
 
     def write(self, indexes: Tensor, values: Tensor) -> Tensor:
-        """Write the key or value heads of N tokens, [N, num_kv_heads, head_dim], to the rows `indexes` [N] of the
-        table. Return the values after rounding to the cache's dtype, as a later `read` returns them."""
+        """Write the key or value heads of N tokens, [N, num_kv_heads, head_dim], to the rows from `indexes` [N] on.
+        Return the values after rounding to the cache's dtype, as a later `read` returns them."""
         rows = write_rows(values, self._dtype)
-        self._rows.index_copy_(0, indexes, rows.view(self._rows.dtype))
+        self._rows.index_copy_(0, self._all(indexes), rows.view(self._rows.dtype).view(-1, self._rows.shape[1]))
         return read_rows(rows, values.dtype)
 
     def read(self, indexes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the key or value heads of N tokens, [N, num_kv_heads, head_dim], from the rows `indexes` [N] of the
-        table. The values are converted to `dtype`."""
-        return read_rows(self._rows.index_select(0, indexes).view(self._dtype), dtype)
+        """Return the key or value heads of N tokens, [N, num_kv_heads, head_dim], from the rows from `indexes` [N] on.
+        The values are converted to `dtype`."""
+        rows = self._rows.index_select(0, self._all(indexes)).view(len(indexes), *self._heads)
+        return read_rows(rows.view(self._dtype), dtype)
+
+    def _all(self, indexes: Tensor) -> Tensor:
+        """Return the indexes of all rows of some positions, given the index of the first row of each."""
+        if self.position_stride == 1:
+            return indexes
+        return (indexes[:, None] + torch.arange(self.position_stride, device=indexes.device)).flatten()

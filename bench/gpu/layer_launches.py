@@ -17,6 +17,7 @@ from triton.runtime import driver
 
 from pagewire.kernels.arguments import NormRopeParams
 from pagewire.kernels.triton import fused
+from pagewire.network.operations import AttentionHeads
 from testing.kernels.triton_driver import Driver
 from worker_service.attention import AttentionBatch, AttentionShape, DeviceRows
 from worker_service.attention.backends.triton import TritonAttention
@@ -41,7 +42,8 @@ def make_caches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def measure_attention(lengths: list[int], num_queries: list[int], num_decodes: int, num_steps: int) -> dict:
     """Return medians over steps, in microseconds: the work done once per step, the work per layer, and their sum."""
     caches = make_caches()
-    shape = AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DTYPE, DTYPE, (0,) * NUM_LAYERS)
+    heads = AttentionHeads(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
+    shape = AttentionShape((heads,) * NUM_LAYERS, BLOCK_SIZE, DTYPE, DTYPE)
     backend = TritonAttention(shape, NUM_PROCESSORS, CPU)
     starts = torch.tensor([0, *num_queries]).cumsum(0)
     num_tokens = int(starts[-1])

@@ -87,8 +87,9 @@ class DecoderKernel:
         if rejection := ffi.string(self._decoder.at.misfit):
             raise ValueError(rejection.decode())
         self._cache: tuple[Sequence[LayerCache], Sequence[Scoring]] = [], []  # the cache and scorings of the last step
+        self._layers: dict[int, Structure] = {}  # describe the layers of the cache above
         self._last_group = 0  # the highest layer group of a layer
-        self._step = Structure("attention_step")  # describes the cache above
+        self._step = Structure("attention_step")  # describes the rows of a step
         self._tokens = Structure("decoder_step")
 
     def _put_fields(self, at: Any, values: Any) -> None:
@@ -111,8 +112,8 @@ class DecoderKernel:
                         _put_tensor(place, name, part)
                 case ExpertRouting() as routing:
                     self._put_fields(getattr(at, name), routing)
-                case AttentionHeads(num_heads=num_heads, head_dim=head_dim):  # scoring arrives with the cache
-                    at.num_heads, at.head_dim = num_heads, head_dim
+                case AttentionHeads() as heads:  # scoring arrives with the cache
+                    at.num_heads, at.num_kv_heads, at.head_dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
                 case PackedLinear(layer=layer):
                     at.linear = layer
                 case [*linears]:
@@ -139,8 +140,8 @@ class DecoderKernel:
             logit_rows: [R] int64, indexes of the tokens whose logits are computed; R is at most T. The values are not
                 checked.
             rows: the rows of the step, T tokens in total.
-            scorings: one per layer. Only window and pattern may differ between layers. Sinks come from the operations.
-            kv_cache: one per layer; all have the same dtype, shape and strides.
+            scorings: one per layer. Sinks come from the operations.
+            kv_cache: one per layer; all have the same dtype.
             layer_groups: the layer group of each layer, whose block tables in `rows` it uses; empty: all use the first.
 
         Returns:
@@ -212,34 +213,35 @@ class DecoderKernel:
         self, kv_cache: Sequence[LayerCache], scorings: Sequence[Scoring], layer_groups: Sequence[int]
     ) -> None:
         """Write the addresses and strides of a KV cache to the attention operations, so that the next step uses this
-        cache. The cache is a pair of tensors per layer. Raises ValueError if the layers differ in dtype, shape or
-        strides, or do not fit the model."""
+        cache. The cache is a pair of tensors per layer. Raises ValueError if the layers differ in dtype, or do not fit
+        the model."""
         if kv_cache is self._cache[0]:
             return
-        first_key, first_value = kv_cache[0]
-        heads = [self._decoder.at.num_kv_heads, self._decoder.at.head_dim]
-        held = [first_key.shape[2], head_dim_of(first_key)]
-        if heads not in ([0, 0], held):
-            raise ValueError(
-                f"the model has {heads[0]} KV heads of size {heads[1]}, but the cache has {held[0]} of size {held[1]}"
-            )
-        forms = {(*cache.shape, cache.stride(), cache.dtype) for layer in kv_cache for cache in layer}
-        if len(forms) > 1 or first_key.dtype not in _CACHES:
-            found = " and ".join(map(str, sorted(forms, key=str)))
-            raise ValueError(
-                f"caches are {found}; all layers need one shape, and one dtype of {', '.join(map(str, _CACHES))}"
-            )
+        dtypes = {cache.dtype for layer in kv_cache for cache in layer}
+        if len(dtypes) > 1 or not dtypes <= {*_CACHES}:
+            found = " and ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"caches are {found}; all layers need one dtype of {', '.join(map(str, _CACHES))}")
+        attending = {operation.layer: operation.heads for operation in self._model if type(operation) is AttendPaged}
+        layers = {layer: self._layer(heads, scorings[layer], *kv_cache[layer]) for layer, heads in attending.items()}
         for at, operation in zip(self._operations, self._model, strict=True):
             if type(operation) in (QkNormRopeStore, AttendPaged):
                 at.key_cache, at.value_cache = map(address_of, kv_cache[operation.layer])
-                at.window = scorings[operation.layer].window
-                at.pattern = scorings[operation.layer].pattern or ()
+                at.attention = layers[operation.layer].at
                 at.layer_group = layer_groups[operation.layer] if layer_groups else 0
-        self._decoder.put(cache_element=element_of(first_key.dtype))
-        # The query stride is set for each operation, and the rows are set at each step.
-        self._step = cache_step(scorings[0], self._decoder.at.num_heads, 0, first_key, first_value)
-        self._cache = kv_cache, scorings
+        self._decoder.put(cache_element=element_of(kv_cache[0][0].dtype))
+        self._cache, self._layers = (kv_cache, scorings), layers
         self._last_group = max(layer_groups, default=0)
+
+    def _layer(self, heads: AttentionHeads, scoring: Scoring, key_cache: Tensor, value_cache: Tensor) -> Structure:
+        """Return a C structure with the heads, cache and scoring of one layer. Raises ValueError if they do not fit."""
+        held = key_cache.shape[2], head_dim_of(key_cache)
+        if held != (heads.num_kv_heads, heads.head_dim):
+            raise ValueError(
+                f"the model has {heads.num_kv_heads} KV heads of size {heads.head_dim}, but the cache has {held[0]} of "
+                f"size {held[1]}"
+            )
+        query_stride = heads.num_heads * heads.head_dim
+        return cache_step(scoring, heads.num_heads, query_stride, key_cache, value_cache)
 
 
 def _put_tensor(place: Any, name: str, tensor: Tensor) -> None:

@@ -36,8 +36,7 @@ class Network:
 
     @property
     def heads(self) -> AttentionHeads:
-        """The attention heads of the first layer. All layers have the same heads, except for their sliding windows and
-        block patterns."""
+        """The attention heads of the first layer. Other layers may have other heads, see `layers`."""
         return self.layers[0]
 
     @property

@@ -519,5 +519,5 @@ def num_elements(operations: OperationList) -> int:
     sines for all positions. A token embedding that is tied to the LM head is counted once."""
     weights = {(weight.name, weight.num_elements) for weight in weights_of(operations)}
     turns = [operation for operation in operations if type(operation) is QkNormRopeStore]
-    tables = {turn.rope: turn.num_positions * turn.heads.head_dim for turn in turns if turn.rope is not None}
-    return sum(number for _, number in weights) + 2 * sum(tables.values())
+    tables = {(turn.rope, turn.num_positions, turn.heads.head_dim) for turn in turns if turn.rope is not None}
+    return sum(number for _, number in weights) + 2 * sum(size * head_dim for _, size, head_dim in tables)

@@ -1,12 +1,14 @@
 """Random rows of a step over a cache with NaN in unwritten positions, for tests of attention backends."""
 
+import dataclasses
 from copy import deepcopy
 
 import torch
 
 from pagewire.kernels import reference
-from pagewire.kernels.cache_rows import row_size
+from pagewire.network.operations import AttentionHeads
 from worker_service.attention import AttentionBatch, AttentionShape
+from worker_service.cache.cache_engine import CacheShape
 
 NUM_LAYERS = 2
 CPU = torch.device("cpu")
@@ -14,13 +16,29 @@ E4M3 = torch.float8_e4m3fn
 PADDING = (-1, 1)  # one token that is not stored, of a row without positions
 
 
-def make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, device, layer_groups):
+def make_kv_cache(num_blocks, block_size, layers, dtype, device, layer_groups):
     """Return each layer's caches. A block holds the layers of one layer group, so groups share all bytes."""
-    places = [layer_groups[:layer].count(layer_groups[layer]) for layer in range(NUM_LAYERS)]
-    shape = (num_blocks + 1, max(places) + 1, 2, block_size, num_kv_heads, row_size(head_dim, dtype))
-    storage = torch.empty(shape, dtype=dtype, device=device)
-    storage.fill_(nan_of(dtype))
-    return [(storage[:, place, 0], storage[:, place, 1]) for place in places]
+    groups = [
+        tuple(layer for layer, own in enumerate(layer_groups) if own == group) for group in range(max(layer_groups) + 1)
+    ]
+    heads = tuple((of_layer.num_kv_heads, of_layer.head_dim) for of_layer in layers)
+    shape = CacheShape(heads, block_size, dtype, layer_groups=tuple(groups))
+    storage = torch.empty((num_blocks + 1, shape.block_elements), dtype=dtype, device=device)
+    return shape.views(storage.fill_(nan_of(dtype)))
+
+
+def changed(shape, *, windows=None, patterns=None, **fields):
+    """Return an `AttentionShape` with other fields. Fields of `AttentionHeads` change in all layers. `windows` and
+    `patterns` have an entry for each layer."""
+    shared = {
+        field.name: fields.pop(field.name) for field in dataclasses.fields(AttentionHeads) if field.name in fields
+    }
+    of_layers = [shared | {"window": heads.window, "pattern": heads.pattern} for heads in shape.layers]
+    for name, values in (("window", windows), ("pattern", patterns)):
+        for own, value in zip(of_layers, values or (), strict=bool(values)):
+            own[name] = value
+    layers = [dataclasses.replace(heads, **own) for heads, own in zip(shape.layers, of_layers, strict=True)]
+    return dataclasses.replace(shape, layers=tuple(layers), **fields)
 
 
 def copy_cache(kv_cache):
@@ -37,22 +55,23 @@ class Rows:
     """Rows of a step with scattered blocks, and with their context already in the cache."""
 
     def __init__(
-        self, rng, lengths, *, block_size, num_heads, num_kv_heads, head_dim, dtype=torch.float32, cache_dtype=None,
-        device=CPU, layer_groups=(0,) * NUM_LAYERS,
+        self, rng, lengths, *, block_size, num_heads=0, num_kv_heads=0, head_dim=0, layers=(), dtype=torch.float32,
+        cache_dtype=None, device=CPU, layer_groups=(0,) * NUM_LAYERS,
     ):  # fmt: skip
-        """`lengths`: (context, queries) of each row, or PADDING."""
+        """`lengths`: (context, queries) of each row, or PADDING. All layers have the same heads, unless `layers` has
+        the `AttentionHeads` of each layer."""
         self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
         self.device, self.layer_groups = device, layer_groups
-        self.dtype, self.shapes = dtype, ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, head_dim))
+        self.dtype, self.block_size = dtype, block_size
+        self.layers = layers or (AttentionHeads(num_heads, num_kv_heads, head_dim, head_dim**-0.5),) * NUM_LAYERS
         num_blocks = [-(-sum(row) // block_size) for row in lengths]
         num_groups = max(layer_groups) + 1
         ids = list(range(1, num_groups * sum(num_blocks) + 4))
         rng.shuffle(ids)
         tables = [[[ids.pop() for _ in range(num)] for num in num_blocks] for _ in range(num_groups)]
         self.kv_cache = make_kv_cache(
-            num_groups * sum(num_blocks) + 3, block_size, num_kv_heads, head_dim, cache_dtype or dtype, device,
-            layer_groups,
-        )  # fmt: skip
+            num_groups * sum(num_blocks) + 3, block_size, self.layers, cache_dtype or dtype, device, layer_groups
+        )
         slots = [
             [[table[p // block_size] * block_size + p % block_size for p in range(sum(row))]
              for table, row in zip(of_group, lengths, strict=True)]
@@ -62,8 +81,8 @@ class Rows:
             torch.tensor([slot for row, own in zip(lengths, of_group, strict=True) for slot in own[: row[0]]]).long()
             for of_group in slots
         ]
-        for (keys, values), group in zip(self.kv_cache, layer_groups, strict=True):
-            _, key, value = self.random_qkv(len(contexts[group]))
+        for layer, ((keys, values), group) in enumerate(zip(self.kv_cache, layer_groups, strict=True)):
+            _, key, value = self.random_qkv(len(contexts[group]), layer)
             reference.reshape_and_cache(key, value, keys, values, contexts[group])
         starts = [0]
         for _, num_queries in lengths:
@@ -86,11 +105,10 @@ class Rows:
 
     def shape(self, windows=(0,) * NUM_LAYERS):
         """Return the shape that a backend has to support for these rows."""
-        (num_heads, head_dim), (num_kv_heads, _), _ = self.shapes
-        block_size, cache_dtype = self.kv_cache[0][0].shape[1], self.kv_cache[0][0].dtype
-        sizes = (num_heads, num_kv_heads, head_dim, block_size)
-        layer_groups = self.layer_groups[: len(windows)]
-        return AttentionShape(*sizes, self.dtype, cache_dtype, windows, layer_groups=layer_groups)
+        num_layers, dtypes = len(windows), (self.dtype, self.kv_cache[0][0].dtype)
+        layers = self.layers[:num_layers]
+        shape = AttentionShape(layers, self.block_size, *dtypes, layer_groups=self.layer_groups[:num_layers])
+        return changed(shape, windows=windows)
 
     def expected(self, layer, cache, qkv, scoring):
         """Write keys and values to a layer's cache. Return the output of the reference in the query's dtype."""
@@ -99,10 +117,11 @@ class Rows:
         rows = (batch.block_tables[group], batch.seq_lens, batch.query_start_loc)
         return reference.paged_attention(query, *cache, *rows, scoring)
 
-    def random_qkv(self, num_tokens):
+    def random_qkv(self, num_tokens, layer=0):
+        heads = self.layers[layer]
         return [
-            torch.randn(num_tokens, *shape, generator=self.generator).to(self.device, self.dtype)
-            for shape in self.shapes
+            torch.randn(num_tokens, num, heads.head_dim, generator=self.generator).to(self.device, self.dtype)
+            for num in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
         ]
 
     def poison_before(self, window, group=0):

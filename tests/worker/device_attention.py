@@ -21,25 +21,22 @@ class DeviceAttention:
     is_capturable = True
     is_mixed_capturable = True
 
-    def __init__(
-        self, windows: Sequence[int] = (), scoring: Scoring | None = None, group_of_layer: Sequence[int] = ()
-    ) -> None:
-        self._windows = windows
-        self._scoring = scoring
+    def __init__(self, scorings: Sequence[Scoring] = (), group_of_layer: Sequence[int] = ()) -> None:
+        self._scorings = scorings
         self._group_of_layer = group_of_layer
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         rows = batch.device_rows
         assert rows is not None
-        shared = self._scoring or Scoring(kv_cache[0][0].shape[3] ** -0.5)
-        windows, groups = (given or (0,) * len(kv_cache) for given in (self._windows, self._group_of_layer))
+        scorings = self._scorings or [Scoring(keys.shape[3] ** -0.5) for keys, _ in kv_cache]
+        groups = self._group_of_layer or (0,) * len(kv_cache)
 
         @as_kernel
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
             query_start_loc, seq_lens = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
             _check(batch, rows.num_decodes, query_start_loc, seq_lens, len(query), kv_cache[layer][0].shape[1])
             reshape_and_cache(key, value, *kv_cache[layer], batch.slot_mapping[groups[layer]])
-            scoring = replace(shared, window=windows[layer], sinks=sinks)
+            scoring = replace(scorings[layer], sinks=sinks)
             tables = batch.block_tables[groups[layer]]
             return paged_attention(query, *kv_cache[layer], tables, seq_lens, query_start_loc, scoring)
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import reference
-from pagewire.network.operations import BlockPattern
+from pagewire.network.operations import AttentionHeads, BlockPattern
 from tests.thorough import thorough
-from tests.worker.attention_rows import E4M3, NUM_LAYERS, Rows, random_lengths
+from tests.worker.attention_rows import E4M3, NUM_LAYERS, Rows, changed, copy_cache, random_lengths
 from worker_service.attention import AttentionBatch, AttentionShape, UnavailableError
 from worker_service.attention import create_backend as create_backend_with
 from worker_service.attention.backends import torch as torch_backend
@@ -37,20 +37,21 @@ def create_backend(name, device, shape):
 def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS, sinks=(None,) * NUM_LAYERS, patterns=(), **scoring):
     """Attend in every layer, and compare output and cache with the reference.
 
-    `scoring`: fields that all layers share.
+    `scoring`: see `changed`.
     """
-    expected_cache = [(keys.clone(), values.clone()) for keys, values in rows.kv_cache]
-    batch = rows.batch
-    shape = replace(rows.shape(windows), has_sinks=any(own is not None for own in sinks), **scoring, patterns=patterns)
+    expected_cache, batch = copy_cache(rows.kv_cache), rows.batch
+    has_sinks = any(own is not None for own in sinks)
+    shape = changed(rows.shape(windows), has_sinks=has_sinks, **scoring, patterns=patterns)
     attend = create_backend("auto", CPU, shape).prepare(batch, rows.kv_cache)
     for layer, (key_cache, value_cache) in enumerate(expected_cache):
-        query, key, value = rows.random_qkv(batch.query_start_loc[-1])
+        query, key, value = rows.random_qkv(batch.query_start_loc[-1], layer)
         actual = attend(layer, query, key, value, sinks[layer])
-        reference.reshape_and_cache(key, value, key_cache, value_cache, batch.slot_mapping[0])
+        group = rows.layer_groups[layer]
+        reference.reshape_and_cache(key, value, key_cache, value_cache, batch.slot_mapping[group])
         # In float64, so that the tolerance covers only the rounding of the tested code.
         expected = reference.paged_attention(
-            query.double(), key_cache, value_cache, batch.block_tables[0], batch.seq_lens, batch.query_start_loc,
-            replace(shape.scoring(shape.reaches[layer], CPU), sinks=sinks[layer]),
+            query.double(), key_cache, value_cache, batch.block_tables[group], batch.seq_lens, batch.query_start_loc,
+            replace(shape.scorings(CPU)[layer], sinks=sinks[layer]),
         )  # fmt: skip
         torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=0, atol=tolerance)
     for actual_layer, expected_layer in zip(rows.kv_cache, expected_cache, strict=True):
@@ -108,6 +109,18 @@ def test_chunks_longer_than_the_window(window):
     rows = Rows(random.Random(9), lengths, block_size=16, num_heads=4, num_kv_heads=2, head_dim=32)
     rows.poison_before(window)
     check(rows, windows=(window, window))
+
+
+@pytest.mark.parametrize("layer_groups", [(0, 0), (0, 1)])
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=str)
+def test_layers_of_different_heads(cache_dtype, layer_groups):
+    """The positions of a layer are not multiples of each other's size in memory."""
+    layers = (AttentionHeads(4, 1, 40, 0.2), AttentionHeads(6, 2, 28, 0.1))
+    lengths = [(37, 60), (50, 7), (5, 3), (90, 1), (0, 30), (0, 9), (20, 1)]
+    rows = Rows(
+        random.Random(9), lengths, block_size=8, layers=layers, layer_groups=layer_groups, cache_dtype=cache_dtype
+    )
+    check(rows, windows=(0, 10), softcap=3.0)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
@@ -285,7 +298,7 @@ def test_cache_that_is_not_block_major_is_refused():
         create_backend("torch", CPU, rows.shape()).prepare(rows.batch, transposed)
 
 
-SHAPE = AttentionShape(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, (0, 0))
+SHAPE = AttentionShape((AttentionHeads(8, 2, 64, 0.125),) * 2, 16, torch.bfloat16, torch.bfloat16)
 
 
 def test_unknown_backend_is_refused():
@@ -295,9 +308,9 @@ def test_unknown_backend_is_refused():
 
 def test_auto_takes_the_kernels_where_there_are_any(monkeypatch):
     expected = "torch" if load_cpu_kernels() is None else "cpu"
-    assert create_backend("auto", CPU, replace(SHAPE, head_dim=256)).name == expected
+    assert create_backend("auto", CPU, changed(SHAPE, head_dim=256)).name == expected
     assert create_backend("torch", CPU, SHAPE).name == "torch"
-    assert create_backend("auto", CPU, replace(SHAPE, head_dim=513)).name == "torch"
+    assert create_backend("auto", CPU, changed(SHAPE, head_dim=513)).name == "torch"
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
     assert create_backend("auto", CPU, SHAPE).name == "torch"
 
@@ -326,7 +339,7 @@ def test_kernels_that_are_asked_for_and_not_there_are_told(monkeypatch):
 )  # fmt: skip
 def test_what_a_backend_cannot_do_is_refused_with_the_reason(backend, device, changes, message):
     with pytest.raises(ValueError, match=f"attention backend '{backend}' .*{message}"):
-        create_backend(backend, device, replace(SHAPE, **changes))
+        create_backend(backend, device, changed(SHAPE, **changes))
 
 
 @pytest.mark.parametrize(
@@ -339,7 +352,7 @@ def test_what_a_backend_cannot_do_is_refused_with_the_reason(backend, device, ch
     ],
 )
 def test_heads_that_triton_refuses_are_served_by_what_it_names(changes):
-    shape = replace(SHAPE, **changes)
+    shape = changed(SHAPE, **changes)
     with pytest.raises(ValueError, match="attention backend 'triton'") as refusal:
         create_backend("triton", CUDA, shape)
     remedy = str(refusal.value).split(": use ")[1]

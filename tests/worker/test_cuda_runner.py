@@ -142,7 +142,7 @@ class Pair:
         self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device)
         for cache in (plain_cache, self.cache):
             cache.storage[1:] = torch.nan  # unwritten content
-        backend = DeviceAttention(attention.windows, attention.scoring((0, None), CPU), attention.group_of_layer)
+        backend = DeviceAttention(attention.scorings(CPU), attention.group_of_layer)
         graphs = {"max_graph_batch_size": max_graph_batch_size, "max_graph_tokens": max_graph_tokens}
         own = grammars and grammars[1]
         self.runner = device_runner(

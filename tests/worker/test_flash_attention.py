@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from pagewire.kernels.arguments import Scoring
-from pagewire.network.operations import BlockPattern
+from pagewire.network.operations import AttentionHeads, BlockPattern
 from testing.kernels.device import choose_device
 
 DEVICE = choose_device()  # a Triton kernel writes keys and values
 
 from tests.worker import flash_attn_stand_in as stand_in  # noqa: E402
-from tests.worker.attention_rows import NUM_LAYERS, PADDING, Rows, copy_cache, random_lengths  # noqa: E402
+from tests.worker.attention_rows import NUM_LAYERS, PADDING, Rows, changed, copy_cache, random_lengths  # noqa: E402
 from worker_service.attention import AttentionShape, DeviceRows, create_backend  # noqa: E402
 
 CUDA = torch.device("cuda")
-SHAPE = AttentionShape(4, 2, 32, 256, torch.bfloat16, torch.bfloat16, (0, 0))
+SHAPE = AttentionShape((AttentionHeads(4, 2, 32, 32**-0.5),) * 2, 256, torch.bfloat16, torch.bfloat16)
 
 
 @pytest.fixture
@@ -48,12 +48,12 @@ def make_rows(seed, lengths, dtype=torch.bfloat16, **options):
 def check(rows, windows=(0,) * NUM_LAYERS, batch=None, slopes=()):
     create_backend("flash_attn", CUDA, rows.shape(windows))
     module = sys.modules["worker_service.attention.backends.flash_attn"]
-    backend = module.FlashAttention(replace(rows.shape(windows), alibi_slopes=slopes), DEVICE)
+    backend = module.FlashAttention(changed(rows.shape(windows), alibi_slopes=slopes), DEVICE)
     alibi_slopes = torch.tensor(slopes, device=DEVICE) if slopes else None
     expected_cache = copy_cache(rows.kv_cache)
     attend = backend.prepare(batch or rows.batch, rows.kv_cache)
     for layer, cache in enumerate(expected_cache):
-        query, key, value = rows.random_qkv(rows.batch.query_start_loc[-1])
+        query, key, value = rows.random_qkv(rows.batch.query_start_loc[-1], layer)
         actual = attend(layer, query, key, value)
         scoring = Scoring(query.shape[-1] ** -0.5, windows[layer], alibi_slopes)
         expected = rows.expected(layer, cache, (query, key, value), scoring)
@@ -134,7 +134,7 @@ def test_rows_of_padding_get_zeros_and_lengths_of_the_host_are_bounds(package):
 )
 def test_what_it_cannot_do_is_refused_with_the_reason(package, changes, message):
     with pytest.raises(ValueError, match=f"attention backend 'flash_attn' {message}"):
-        create_backend("flash_attn", CUDA, replace(SHAPE, **changes))
+        create_backend("flash_attn", CUDA, changed(SHAPE, **changes))
 
 
 def test_old_gpu_is_refused(package, monkeypatch):

@@ -12,6 +12,7 @@ from testing.kernels.device import choose_device
 choose_device()
 
 from pagewire.network.families import parse_config  # noqa: E402
+from pagewire.network.operations import AttentionHeads  # noqa: E402
 from worker_service.attention import AttentionShape, create_backend  # noqa: E402
 from worker_service.device.kernels import create_device_operations  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
@@ -36,7 +37,7 @@ def test_triton_kernels_compute_on_a_gpu(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 8}, "rotate heads of size 16 to 256 in steps of 8, and the model's heads have size 8"),
+        ({"head_dim": 8}, "rotate heads of size 16 to 512 in steps of 8, and the model's heads have size 8"),
         ({"hidden_size": 65537}, "normalize rows of at most 65536 elements, and the model's rows have 65537"),
     ],
 )
@@ -55,7 +56,7 @@ def test_missing_triton_is_told(tmp_path, caplog, monkeypatch):
         monkeypatch.setitem(sys.modules, f"{package}.{module}", None)
         monkeypatch.delattr(f"{package}.{module}", raising=False)
     assert type(create_device_operations(listed(tmp_path, "qwen3"), CUDA)) is Operations
-    shape = AttentionShape(4, 2, 32, 16, torch.float32, torch.float32, (0, 0))
+    shape = AttentionShape((AttentionHeads(4, 2, 32, 1.0),) * 2, 16, torch.float32, torch.float32)
     assert create_backend("auto", CUDA, shape).name == "torch"
     messages = [record.getMessage() for record in caplog.records]
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.network.operations import BlockPattern
+from pagewire.network.operations import AttentionHeads, BlockPattern
 from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
 
 from testing.kernels.recorded_launches import record_attention  # noqa: E402
-from tests.worker.attention_rows import E4M3, NUM_LAYERS, PADDING, Rows, copy_cache, random_lengths  # noqa: E402
+from tests.worker.attention_rows import E4M3, NUM_LAYERS, PADDING, Rows, changed, copy_cache, random_lengths  # noqa: E402
 from worker_service.attention import DeviceRows, create_backend  # noqa: E402
 from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
 
@@ -42,9 +42,9 @@ def check(
     """Attend in every layer, and compare output and cache with the reference, and with the torch backend if it supports
     the rows.
 
-    `fields`: fields of `AttentionShape` that all layers share.
+    `fields`: see `changed`.
     """
-    shape = replace(rows.shape(windows), **fields)
+    shape = changed(rows.shape(windows), **fields)
     backend = backend or TritonAttention(shape, NUM_PROCESSORS, DEVICE)
     expected_cache, torch_cache = copy_cache(rows.kv_cache), copy_cache(rows.kv_cache)
     attend = backend.prepare(batch or rows.batch, rows.kv_cache)
@@ -52,9 +52,9 @@ def check(
     if rows.shape().cache_dtype == rows.dtype and 0 not in rows.batch.seq_lens:
         torch_attend = create_backend("torch", DEVICE, shape).prepare(rows.batch, torch_cache)
     for layer, cache in enumerate(expected_cache):
-        query, key, value = rows.random_qkv(rows.batch.query_start_loc[-1])
+        query, key, value = rows.random_qkv(rows.batch.query_start_loc[-1], layer)
         actual = attend(layer, query, key, value, sinks[layer])
-        scoring = replace(shape.scoring(shape.reaches[layer], DEVICE), sinks=sinks[layer])
+        scoring = replace(shape.scorings(DEVICE)[layer], sinks=sinks[layer])
         expected = rows.expected(layer, cache, (query, key, value), scoring)
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
         if torch_attend is not None:
@@ -119,6 +119,17 @@ def test_layers_of_each_group_use_their_own_blocks(windows, num_decodes):
         if window:
             rows.poison_before(window, group)
     check(rows, windows, batch=with_device_rows(rows.batch, num_decodes))
+
+
+@pytest.mark.parametrize("num_decodes", [None, 3])
+@pytest.mark.parametrize("layer_groups", [(0, 0), (0, 1)])
+def test_layers_of_different_heads(layer_groups, num_decodes):
+    layers = (AttentionHeads(4, 1, 48, 0.2), AttentionHeads(6, 2, 32, 0.1))
+    lengths = [(40, 1), (0, 1), (299, 1), (0, 20), (33, 9)]
+    rows = make_rows(17, lengths, layers=layers, layer_groups=layer_groups)
+    if layer_groups[1]:
+        rows.poison_before(10, 1)
+    check(rows, (0, 10), batch=with_device_rows(rows.batch, num_decodes))
 
 
 @pytest.mark.parametrize("num_decodes", [0, 2, 4])

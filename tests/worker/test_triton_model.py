@@ -12,6 +12,7 @@ DEVICE = choose_device()
 from pagewire.kernels.triton import experts  # noqa: E402
 from pagewire.network.expert_routing import ExpertRouting  # noqa: E402
 from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, make_checkpoint  # noqa: E402
+from testing.checkpoints.mixed_heads import make_mixed_checkpoint  # noqa: E402
 from testing.checkpoints.packed import fp8, gptq, make_quantized  # noqa: E402
 from testing.models import load_model  # noqa: E402
 from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
@@ -80,6 +81,18 @@ def test_layer_groups_use_the_same_blocks_in_turn(family, lengths, tmp_path, mon
     runner = make_runner(path, device=device)
     assert len(runner.table.limits.windows) == 2
     check_tokens(path, runner, lengths, 32)
+
+
+@pytest.mark.parametrize("full", [(1, 64), (2, 512)])
+def test_layers_may_have_different_heads(full, tmp_path, monkeypatch):
+    """The layers without a window have heads of another size, and their KV heads another number of query heads."""
+    shape = {**SHAPES["gemma3_text"], "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    model = make_mixed_checkpoint(tmp_path, monkeypatch, seed=7, full=full, **shape)
+    if DEVICE.type == "cpu":
+        record_launches(monkeypatch)
+    runner = make_runner(tmp_path, device=CudaDevice(DEVICE) if DEVICE.type == "cuda" else FakeDevice(seed=15))
+    assert runner._cache.shape.heads == ((2, 32), full)
+    check_tokens(tmp_path, runner, (30, 3), 32, model)
 
 
 @pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)

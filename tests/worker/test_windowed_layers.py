@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from pagewire.common.wire.messages import Logprobs, RowStatus, SamplingParams, StepPlan
 from pagewire.network.layer_groups import LayersOfGroup
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
+from testing.checkpoints.mixed_heads import make_mixed_checkpoint
 from testing.plans import Row, plan_for
 from testing.seeds import seeded
 from testing.worker.model_logits import use_kernels
@@ -78,6 +80,59 @@ def test_tokens_are_those_of_transformers_while_blocks_are_reused(
     outputs, _ = compute(worker, [Row(prompt, 30) for prompt in prompts], budget, seed=block_size)
     model = oracle.load(path)
     assert outputs == [oracle.greedy(model, prompt, 30) for prompt in prompts]
+
+
+# KV heads and head size of the layers with windows, and of the layers without.
+MIXED = [((2, 16), (1, 32)), ((2, 16), (1, 40)), ((4, 16), (2, 512)), ((1, 16), (4, 264))]
+
+
+def load_mixed(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    windowed: tuple[int, int],
+    full: tuple[int, int],
+    **options: Any,
+) -> tuple[transformers.PreTrainedModel, LoadedWorker]:
+    shape = {"num_hidden_layers": 6, "sliding_window_pattern": 2, "num_key_value_heads": windowed[0]}
+    model = make_mixed_checkpoint(path, monkeypatch, seed=30, full=full, head_dim=windowed[1], **shape)
+    worker = load(path, block_size=8, **options)
+    assert {*worker.runner._cache.shape.heads} == {windowed, full}
+    return model, worker
+
+
+@pytest.mark.parametrize("kernels", ["require", "off"])
+@pytest.mark.parametrize(("windowed", "full"), MIXED)
+def test_layers_may_have_different_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windowed: tuple[int, int], full: tuple[int, int], kernels: str
+) -> None:
+    use_kernels(monkeypatch, kernels)
+    model, worker = load_mixed(tmp_path, monkeypatch, windowed, full)
+    prompts = oracle.random_prompts(30, worker.ready.vocab_size, LENGTHS)
+    outputs, _ = compute(worker, [Row(prompt, 30) for prompt in prompts], 13, seed=4)
+    assert outputs == [oracle.greedy(model, prompt, 30) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kernels", ["require", "off"])
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize(("windowed", "full"), MIXED[1:3])
+def test_groups_of_different_heads_do_not_change_a_bit(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    windowed: tuple[int, int],
+    full: tuple[int, int],
+    cache_dtype: str,
+    kernels: str,
+) -> None:
+    use_kernels(monkeypatch, kernels)
+    _, worker = load_mixed(tmp_path, monkeypatch, windowed, full, kv_cache_dtype=cache_dtype)
+    prompts = oracle.random_prompts(28, 151, LENGTHS)
+    rows = [Row(prompt, 30, SamplingParams(num_logprobs=5)) for prompt in prompts]
+    found = compute(worker, rows, 13, seed=3)
+    one = (LayersOfGroup(0, tuple(range(6))),)
+    monkeypatch.setattr(loader, "layer_groups", lambda *_, **__: one)
+    assert len(worker.ready.layer_groups) > 1
+    rows = [Row(prompt, 30, SamplingParams(num_logprobs=5)) for prompt in prompts]
+    assert compute(load(tmp_path, block_size=8, kv_cache_dtype=cache_dtype), rows, 13, seed=3) == found
 
 
 @pytest.mark.parametrize("kernels", ["require", "off"])

@@ -78,18 +78,18 @@ def make_runner(path, backend="triton", device=None):
     return runner
 
 
-def reference_tokens(path, prompt):
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def reference_tokens(model, prompt):
     output = model.generate(
         torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_OUTPUT_TOKENS, min_new_tokens=NUM_OUTPUT_TOKENS
     )
     return output[0, len(prompt) :].tolist()
 
 
-def check_tokens(path, runner, lengths=(1, 33), budget=20):
+def check_tokens(path, runner, lengths=(1, 33), budget=20, model=None):
     """Compare greedy tokens after random prompts of these lengths. A step has at most `budget` tokens.
 
-    Blocks before a layer group's window are filled with NaN and used again.
+    The expected tokens are those of transformers' `model`, which is read from `path` by default. Blocks before a layer
+    group's window are filled with NaN and used again.
     """
     rng = random.Random(11)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
@@ -105,4 +105,5 @@ def check_tokens(path, runner, lengths=(1, 33), budget=20):
             outputs[slot].append(token_id)
         runner._cache.storage[step.free_blocks] = torch.nan
         runner.computation.synchronize()
-    assert outputs == [reference_tokens(path, prompt) for prompt in prompts]
+    model = model or transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert outputs == [reference_tokens(model, prompt) for prompt in prompts]

@@ -12,58 +12,44 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import LayerCache, Scoring
-from pagewire.network.operations import BlockPattern
+from pagewire.network.operations import AttentionHeads
 from worker_service.models.torch_operations import Attend
 
 ANY = range(1, 1 << 16)
-# The positions that the queries of a layer attend to: the window, or 0, and the block pattern. Layers with the same
-# reach share the preparation of a step.
-Reach = tuple[int, BlockPattern | None]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The head counts, dtypes and features of a model's attention, by which an attention backend is chosen.
+    """The heads, dtypes and features of a model's attention, by which an attention backend is chosen.
 
     `create_backend` raises UnavailableError for a shape that the backend does not support.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[AttentionHeads, ...]  # [num_layers]; layers with equal heads share the preparation of a step
     block_size: int
     dtype: torch.dtype  # of queries, fresh keys and values, and outputs
     cache_dtype: torch.dtype  # of the KV cache
-    windows: tuple[int, ...]  # [num_layers] positions a query attends to, including its own; 0: no window
-    scale: float | None = None  # factor of the query-key dot products; None: head_dim ** -0.5
-    softcap: float = 0.0  # limits scores to softcap * tanh(score / softcap); 0: no limit
-    alibi_slopes: tuple[float, ...] = ()  # [num_heads], see `Scoring`; empty: no ALiBi
     has_sinks: bool = False  # whether layers pass `Scoring.sinks`
     is_bidirectional: bool = False  # whether queries attend to later positions, too; see `Scoring`
-    # [num_layers], see `Scoring`; a layer with a pattern has no window; empty: no layer has a pattern
-    patterns: tuple[BlockPattern | None, ...] = ()
     layer_groups: tuple[int, ...] = ()  # [num_layers] the layer group of each layer; empty: all layers are in one group
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
         """The layer group of each layer, whose block tables and slot mapping the layer uses."""
-        return self.layer_groups or (0,) * len(self.windows)
+        return self.layer_groups or (0,) * len(self.layers)
 
-    @property
-    def reaches(self) -> tuple[Reach, ...]:
-        """The window and the block pattern of each layer."""
-        return tuple(zip(self.windows, self.patterns or (None,) * len(self.windows), strict=True))
+    def scorings(self, device: torch.device) -> list[Scoring]:
+        """Return the scale, soft cap, ALiBi slopes, window and block pattern of each layer.
 
-    def scoring(self, reach: Reach, device: torch.device) -> Scoring:
-        """Return the scale, soft cap, ALiBi slopes, window and block pattern of the layers with this reach.
-
-        Attention sinks are not included, because each layer has its own.
+        Layers with equal heads have the same object. Attention sinks are not included, because each layer has its own.
         """
-        scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        slopes = torch.tensor(self.alibi_slopes, device=device) if self.alibi_slopes else None
-        window, pattern = reach
-        is_bidirectional = self.is_bidirectional
-        return Scoring(scale, window, slopes, self.softcap, is_bidirectional=is_bidirectional, pattern=pattern)
+        by_heads = {heads: self._scoring(heads, device) for heads in dict.fromkeys(self.layers)}
+        return [by_heads[heads] for heads in self.layers]
+
+    def _scoring(self, heads: AttentionHeads, device: torch.device) -> Scoring:
+        slopes = torch.tensor(heads.alibi_slopes, device=device) if heads.alibi_slopes else None
+        scores = (heads.scale, heads.window, slopes, heads.softcap)
+        return Scoring(*scores, is_bidirectional=self.is_bidirectional, pattern=heads.pattern)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,18 +172,8 @@ class Capability:
                 f"reads a KV cache of {caches}, and --kv-cache-dtype asks for {_name(shape.cache_dtype)}",
                 "use --kv-cache-dtype auto",
             )
-        if shape.head_dim not in self.head_dims:
-            raise self._error(
-                f"computes heads of {_describe(self.head_dims)}, and the model's are {shape.head_dim}",
-                other=_in_torch(shape, device),
-            )
-        num_groups, max_groups = shape.num_heads // shape.num_kv_heads, self.max_groups(shape.head_dim)
-        if num_groups > max_groups:
-            raise self._error(
-                f"supports at most {max_groups} query heads of {shape.head_dim} for each KV head, and the model has "
-                f"{num_groups}",
-                other=_in_torch(shape, device),
-            )
+        for heads in dict.fromkeys(shape.layers):
+            self._check_heads(heads, _in_torch(shape, device))
         if shape.block_size not in self.block_sizes:
             raise self._error(
                 f"reads blocks of {_describe(self.block_sizes)} positions, and --block-size is {shape.block_size}",
@@ -207,10 +183,23 @@ class Capability:
             raise self._error("does not support attention sinks, which the model uses")
         if shape.is_bidirectional and not self.supports_bidirectional:
             raise self._error("attends causally, and the model's tokens attend to later tokens, too", "use torch")
-        if any(shape.patterns) and not self.supports_patterns:
+        if any(heads.pattern for heads in shape.layers) and not self.supports_patterns:
             raise self._error("does not support block-sparse attention, which the model uses")
         if device.type == "cuda":
             self._check_gpu(shape, device)
+
+    def _check_heads(self, heads: AttentionHeads, other: str) -> None:
+        if heads.head_dim not in self.head_dims:
+            raise self._error(
+                f"computes heads of {_describe(self.head_dims)}, and the model's are {heads.head_dim}", other=other
+            )
+        num_groups, max_groups = heads.num_heads // heads.num_kv_heads, self.max_groups(heads.head_dim)
+        if num_groups > max_groups:
+            raise self._error(
+                f"supports at most {max_groups} query heads of {heads.head_dim} for each KV head, and the model has "
+                f"{num_groups}",
+                other=other,
+            )
 
     def _check_gpu(self, shape: AttentionShape, device: torch.device) -> None:
         needed, what, remedy = self.compute_capability, "a GPU", ""

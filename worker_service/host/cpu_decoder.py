@@ -9,10 +9,11 @@ from torch import Tensor
 from pagewire.kernels.cpu import CpuKernels, DecoderKernel, PackedLinear
 from pagewire.network.operations import NormalizeProjections, Projection, Table, Vector, replaced
 from pagewire.network.rewrites import gate_projections
-from pagewire.network.rope import QueryScaling, RopeConfig
+from pagewire.network.rope import QueryScaling
 from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
 from worker_service.host.cpu_operations import CpuProduct
 from worker_service.models.decoder import Decoder, Outputs
+from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.torch_operations import Attend
 
 
@@ -74,13 +75,13 @@ class _Binding:
             Vector: lambda vector: model.holders[vector].float(),
             Table: lambda table: model.holders[table].weight.data,
             Projection: self._projection,
-            RopeConfig: lambda rope: (model.tables[rope].cos.float(), model.tables[rope].sin.float()),
+            RotaryEmbedding: lambda table: (table.cos.float(), table.sin.float()),
             QueryScaling: lambda growth: grown[growth],
         }
 
     def operations(self) -> Iterator[Any]:
         for operation in gate_projections(self._model.network.operations, self._can_gate):
-            yield replaced(operation, self._bind)
+            yield replaced(self._model.with_rope_table(operation), self._bind)
 
     def _projection(self, projection: Projection) -> PackedLinear | Sequence[PackedLinear]:
         linears = self._linears(projection)

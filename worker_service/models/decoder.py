@@ -79,11 +79,12 @@ class Decoder(nn.Module):
             self._hold(weight, "head" if weight == head.head else weight.name)
         self._unused_tokens: Tensor | None = None  # set by `bind`, if the model has unused tokens
         turns = [operation for operation in before if type(operation) is QkNormRopeStore]
-        ropes = {turn.rope: (turn.heads.head_dim, turn.num_positions) for turn in turns if turn.rope is not None}
-        self.ropes = [RotaryEmbedding(rope, *sizes) for rope, sizes in ropes.items()]
+        ropes = {(turn.rope, turn.heads.head_dim): turn.num_positions for turn in turns if turn.rope is not None}
+        self.ropes = [RotaryEmbedding(*rope, num_positions) for rope, num_positions in ropes.items()]
         self._ropes = nn.ModuleList(self.ropes)
-        # The lookup tables by position, keyed by the configuration that they are computed from.
-        self.tables: dict[RopeConfig | QueryScaling, Any] = {
+        # The lookup tables by position, keyed by the configuration that they are computed from. The tables of a rope
+        # also depend on the size of the heads.
+        self.tables: dict[tuple[RopeConfig, int] | QueryScaling, Any] = {
             **dict(zip(ropes, self.ropes, strict=True)),
             **{turn.growth: partial(query_scales, turn.growth) for turn in turns if turn.growth is not None},
         }
@@ -122,10 +123,16 @@ class Decoder(nn.Module):
             if type(weight) is Vector:
                 self.holders[weight] = self._values(weight)
         bound: dict[type, Callable[[Any], Any]] = dict.fromkeys((Vector, Table, Projection), self.holders.__getitem__)
-        bound |= dict.fromkeys((RopeConfig, QueryScaling), self.tables.__getitem__)
-        self._steps = [(replaced(operation, bound), released) for operation, released in self._before]
+        bound[QueryScaling] = self.tables.__getitem__
+        self._steps = [
+            (replaced(self.with_rope_table(operation), bound), released) for operation, released in self._before
+        ]
         if self.network.unused_tokens:
             self._unused_tokens = torch.tensor(self.network.unused_tokens, device=next(self.parameters()).device)
+
+    def with_rope_table(self, operation: Any) -> Any:
+        """Return an operation with the tables of its rope in place of the rope's configuration."""
+        return replaced(operation, {RopeConfig: lambda rope: self.tables[rope, operation.heads.head_dim]})
 
     def _values(self, vector: Vector) -> Tensor:
         values = self.get_parameter(vector.name).data

@@ -27,7 +27,7 @@ class QuantizingTensors(Tensors):
         quantize: Callable[[Tensor, int], StoredWeight],
         bits: Mapping[str, int],
         transposed: frozenset[str],
-        head_dim: int,
+        unit: int,
     ) -> None:
         """Quantise the weights that are read from a source of float weights.
 
@@ -36,14 +36,15 @@ class QuantizingTensors(Tensors):
             quantize: quantises float32 [rows, columns] to the given number of bits, 8 or 4.
             bits: the number of bits of each weight to quantise, by name.
             transposed: names of the weights that the checkpoint stores as [inputs, outputs].
-            head_dim: the number of rows that are read from `source` together is a multiple of this number.
+            unit: the number of rows that are read from `source` together is a multiple of this number, so that no
+                attention head is divided.
         """
         self.names, self.is_exact = source.names, source.is_exact
         self._source = source
         self._quantize = quantize
         self._bits = bits
         self._transposed = transposed
-        self._head_dim = head_dim
+        self._unit = unit
 
     def stored_names(self, name: str) -> frozenset[str]:
         """Return the names of the checkpoint tensors that store the weight `name`. The tensors need not exist."""
@@ -87,7 +88,7 @@ class QuantizingTensors(Tensors):
         first = (piece.index[0].start or 0) if piece.index else 0
         codes = torch.empty(out_size, in_size, dtype=torch.int8)
         whole = StoredWeight(codes, torch.empty(out_size, in_size // GROUP_SIZE), GROUP_SIZE)
-        num_rows = max(1, _CHUNK_ELEMENTS // in_size // self._head_dim) * self._head_dim
+        num_rows = max(1, _CHUNK_ELEMENTS // in_size // self._unit) * self._unit
         for start in range(0, out_size, num_rows):
             rows = slice(start, min(start + num_rows, out_size))
             values = torch.empty(rows.stop - start, in_size)

@@ -189,25 +189,17 @@ def attention_shape(
     cache_dtype: torch.dtype,
     groups: Sequence[LayersOfGroup] = (),
 ) -> AttentionShape:
-    """Return the numbers of heads, dtypes and features by which an attention backend is chosen for a model.
+    """Return the heads, dtypes and features by which an attention backend is chosen for a model.
 
     `groups` are the model's layer groups; empty: all layers are in one group.
     """
-    heads = network.heads
     return AttentionShape(
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
+        layers=network.layers,
         block_size=block_size,
         dtype=dtype,
         cache_dtype=cache_dtype,
-        windows=tuple(of_layer.window for of_layer in network.layers),
-        scale=heads.scale,
-        softcap=heads.softcap,
-        alibi_slopes=heads.alibi_slopes,
         has_sinks=network.has_sinks,
         is_bidirectional=network.is_bidirectional,
-        patterns=tuple(of_layer.pattern for of_layer in network.layers),
         layer_groups=group_of_layer(groups),
     )
 

@@ -28,8 +28,9 @@ typedef struct {
   int64_t block_size, num_local, stride, first, head_step;
 } block_pattern;
 
-// A step's rows over one layer's paged cache. The members are the same for all layers. Strides count elements. The block
-// tables and slots of further layer groups follow those of the first, and `of_group` finds them.
+// A step's rows over one layer's paged cache. Strides count elements. In `decode`, the members that describe the rows
+// come with the step and the others with the operations (see `of_layer`). The block tables and slots of further layer
+// groups follow those of the first.
 typedef struct {
   const int32_t* query_start_loc;  // [num_rows + 1]
   const int32_t* seq_lens;         // [num_rows]
@@ -133,17 +134,19 @@ typedef struct {
   // and sines [num_positions, head_dim] are present; with `rotates_first`, they are rotated before they are normalized.
   // Queries are multiplied by the growth at their position if `growth` [num_positions] is present, and become the
   // output. Keys and values are stored in the cache.
-  int64_t layer, head_dim;
-  int64_t num_heads, num_positions;
+  int64_t layer;
+  int64_t num_heads, num_kv_heads, head_dim, num_positions;
   tensor query_norm, key_norm, rope[2], growth;
   int64_t rotates_first;
   // NORMALIZE_PROJECTIONS: output = input, except that two leading parts are normalized, each by its own mean square.
   // Their widths are the widths of `query_norm` and `key_norm`. With `head_dim`, each head gets a layer norm instead.
   tensor sinks;  // ATTEND_PAGED, which reads the stored keys and values: [num_heads] float32
   void *key_cache, *value_cache;
-  int64_t layer_group;  // whose block tables and slots QK_NORM_ROPE_STORE and ATTEND_PAGED use
-  int64_t window;  // number of positions that a query attends to, including its own; 0: all positions up to its own
-  block_pattern pattern;
+  // QK_NORM_ROPE_STORE and ATTEND_PAGED use the block tables and slots of this group, and the heads, the strides and the
+  // scoring of this step.
+  int64_t layer_group;
+  const attention_step* attention;
+  int64_t in_width, width, gate_width;  // of the input, the output and the gate, set by `plan_decoder`; 0: absent
 } operation;
 
 typedef struct {
@@ -151,8 +154,7 @@ typedef struct {
   int64_t num_operations;
   int64_t num_buffers;         // including buffer 0, which stands for an absent buffer
   const char* const* names;    // [num_buffers]
-  int64_t* widths;             // [num_buffers]; `plan_decoder` sets this member and the following ones
-  int64_t head_dim, num_heads, num_kv_heads;  // of all QK_NORM_ROPE_STORE operations; 0: there is no such operation
+  int64_t* widths;             // [num_buffers], the largest; `plan_decoder` sets this member and the following ones
   int64_t exchanged_width;         // width of the tensor that all-reduces sum; 0: there is no all-reduce
   char misfit[256];                // the reason why the operations are invalid, or empty
   int64_t cache_element;

@@ -76,7 +76,7 @@ typedef struct {
   int64_t expert_rows;                        // the rows of each expert, stored likewise
   int64_t raw_logits;                         // the matmul of the head, if the logits are computed from it
   int64_t own, own_size;
-  work_list* works;     // [num_operations]: one list for each distinct window of OPERATION_ATTEND_PAGED
+  work_list* works;     // [num_operations]: one list for each kind of layers, see `is_work_of`
   int* work_of;         // [num_operations]: index into `works`
   task_list* lists;     // [num_operations, LISTS]
   int64_t last;         // time of the last measurement, nanoseconds
@@ -328,11 +328,19 @@ static void multiply(walk* w, int64_t op, const float* input, float* output) {
   run_tasks(w, op, 0, multiply_task, &p);
 }
 
-// Returns the step with the block tables and slots of an operation's layer group.
-INLINE attention_step of_group(const attention_step* step, const operation* o) {
-  attention_step own = *step;
-  own.block_tables += o->layer_group * step->num_rows * step->max_blocks;
-  own.slot_mapping += o->layer_group * step->num_tokens;
+// Returns the step's rows with the heads and the scoring of an operation's layer, and the block tables and slots of its
+// layer group.
+INLINE attention_step of_layer(const attention_step* step, const operation* o) {
+  attention_step own = *o->attention;
+  own.query_start_loc = step->query_start_loc;
+  own.seq_lens = step->seq_lens;
+  own.block_tables = step->block_tables + o->layer_group * step->num_rows * step->max_blocks;
+  own.slot_mapping = step->slot_mapping + o->layer_group * step->num_tokens;
+  own.num_tokens = step->num_tokens;
+  own.num_rows = step->num_rows;
+  own.max_blocks = step->max_blocks;
+  own.num_threads = step->num_threads;
+  own.sinks = o->sinks.values;
   return own;
 }
 
@@ -406,7 +414,7 @@ static void multiply_routed(walk* w, int64_t op, const float* input, int64_t in_
 
 static void turn(walk* w, int64_t op, const float* input, float* output) {
   const operation* o = &w->d->model->operations[op];
-  const turning t = {w->d, o, of_group(w->d->step, o), input, output};
+  const turning t = {w->d, o, of_layer(w->d->step, o), input, output};
   run_tasks(w, op, 0, turn_task, &t);
 }
 
@@ -414,11 +422,7 @@ static void attend_tokens(walk* w, int64_t op, const float* input, float* output
   const decoding* d = w->d;
   const operation* o = &d->model->operations[op];
   const work_list* list = &d->works[d->work_of[op]];
-  attention_step step = of_group(d->step, o);
-  step.window = o->window;
-  step.pattern = o->pattern;
-  step.sinks = o->sinks.values;
-  step.query_token_stride = step.num_heads * step.head_dim;
+  const attention_step step = of_layer(d->step, o);
   const attention a = {&step, list, input, o->key_cache, o->value_cache, output};
   const attention_functions* functions = &ATTENTION_OVER[d->model->cache_element];
   run_tasks(w, op, 0, functions->attend, &a);
@@ -531,7 +535,7 @@ static void run_operation(walk* w, int64_t op) {
   const int64_t num_tokens = d->step->num_tokens;
   float* input = o->input ? w->places[o->input] : NULL;
   float* output = place_output(w, op);
-  const int64_t in_size = d->model->widths[o->input], size = d->model->widths[o->output];
+  const int64_t in_size = o->in_width, size = o->width;
   const float* update = o->update ? w->places[o->update] : NULL;
   const float* routes = o->routes ? w->places[o->routes] : NULL;
   switch (o->kind) {
@@ -562,8 +566,8 @@ static void run_operation(walk* w, int64_t op) {
                                           input + token * in_size, output + token * size, size))
       break;
     case OPERATION_GATE:
-      FOR_TOKENS(w, num_tokens, gate_token(input + token * size, w->places[o->gate] + token * d->model->widths[o->gate],
-                                           d->model->widths[o->gate], output + token * size, size))
+      FOR_TOKENS(w, num_tokens, gate_token(input + token * size, w->places[o->gate] + token * o->gate_width, o->gate_width,
+                                           output + token * size, size))
       break;
     case OPERATION_CLIP:
       FOR_TOKENS(w, num_tokens, clip_token(o, input + token * size, output + token * size, size))
@@ -633,7 +637,7 @@ static int64_t share_out(decoding* d) {
   for (int64_t op = 0; op < model->num_operations; op++) {
     const operation* o = &model->operations[op];
     d->operation_places[op] = total;
-    if (d->is_few && is_by_tasks(o->kind) && o->output) total += aligned(model->widths[o->output] * num_tokens);
+    if (d->is_few && is_by_tasks(o->kind) && o->output) total += aligned(o->width * num_tokens);
     if (o->kind != OPERATION_LM_HEAD || !shapes_logits(o)) continue;
     d->raw_logits = total;
     total += aligned(d->tokens->num_logits * o->linear->out_size);
@@ -641,19 +645,18 @@ static int64_t share_out(decoding* d) {
   return total;
 }
 
-// Creates a work list for each distinct window of the operations. Returns 0 if memory is exhausted.
-static int list_windows(decoding* d) {
+// Creates a work list for each kind of attention layers. Returns 0 if memory is exhausted.
+static int list_works(decoding* d) {
   int num_lists = 0;
   for (int64_t op = 0; op < d->model->num_operations; op++) {
     const operation* o = &d->model->operations[op];
     if (o->kind != OPERATION_ATTEND_PAGED) continue;
     int found = 0;
-    while (found < num_lists && d->works[found].window != o->window) found++;
+    while (found < num_lists && !is_work_of(&d->works[found], o->attention)) found++;
     d->work_of[op] = found;
     if (found < num_lists) continue;
-    attention_step windowed = *d->step;
-    windowed.window = o->window;
-    if (!list_work(&windowed, &d->works[num_lists++])) return 0;
+    const attention_step step = of_layer(d->step, o);
+    if (!list_work(&step, &d->works[num_lists++])) return 0;
   }
   return 1;
 }
@@ -661,7 +664,6 @@ static int list_windows(decoding* d) {
 // Sets the number of tasks in each list of an operation. Returns whether the tasks are repeatable.
 static int count_tasks(const decoding* d, int64_t op, int64_t* counts) {
   const operation* o = &d->model->operations[op];
-  const int64_t num_turned = d->step->num_tokens * (d->step->num_heads + d->step->num_kv_heads);
   counts[0] = counts[1] = 0;
   if (o->kind == OPERATION_MULTIPLY || o->kind == OPERATION_LM_HEAD) {
     const row_groups* groups = o->kind == OPERATION_LM_HEAD ? &d->head_groups : &d->groups;
@@ -673,7 +675,7 @@ static int count_tasks(const decoding* d, int64_t op, int64_t* counts) {
     const int64_t num_used = num_slots < num_experts ? num_slots : num_experts;  // an upper bound
     counts[0] = num_used * num_expert_tasks(o->linear, (int)o->is_gated);
   } else if (o->kind == OPERATION_QK_NORM_ROPE_STORE) {
-    counts[0] = ceil_div(num_turned, HEADS_PER_TASK);
+    counts[0] = ceil_div(d->step->num_tokens * (o->num_heads + o->num_kv_heads), HEADS_PER_TASK);
   } else if (o->kind == OPERATION_ALL_REDUCE) {
     counts[0] = 1;
     return 0;  // the all-reduce must run only once
@@ -718,7 +720,7 @@ static int prepare_step(decoding* d) {
   if (!d->works || !d->work_of || !d->buffer_places) return 0;
   d->operation_places = d->buffer_places + model->num_buffers;
   d->memory = aligned_alloc(64, sizeof(float) * (size_t)share_out(d));
-  if (!d->memory || !list_windows(d)) return 0;
+  if (!d->memory || !list_works(d)) return 0;
   d->lists = list_tasks(d);
   return d->lists != NULL;
 }
@@ -739,7 +741,7 @@ static int64_t count_products(const decoder* model, const attention_step* step, 
     num_products += o->kind == OPERATION_MULTIPLY          ? num_weights * step->num_tokens
                     : o->kind == OPERATION_MULTIPLY_ROUTED ? num_weights * o->routing.num_chosen * step->num_tokens
                     : o->kind == OPERATION_LM_HEAD         ? num_weights * num_logits
-                    : o->kind == OPERATION_ATTEND_PAGED    ? 2 * num_positions * step->num_heads * step->head_dim
+                    : o->kind == OPERATION_ATTEND_PAGED    ? 2 * num_positions * o->num_heads * o->head_dim
                                                            : 0;
   }
   return num_products;

@@ -1,4 +1,5 @@
-// Checks a decoder's operations, and computes the widths of its buffers. All tensors are contiguous.
+// Checks a decoder's operations, and computes the widths of its buffers. A buffer has the width that was last written.
+// While operations are planned, `widths` are the current widths of the buffers. All tensors are contiguous.
 #include <stdarg.h>
 #include <stdio.h>
 
@@ -61,12 +62,6 @@ static int64_t read_buffer(decoder* m, int64_t buffer, int64_t width) {
   else if (width && width != found)
     refuse(m, "buffer %s is %lld; %lld is read from it", name, LONG(found), LONG(width));
   return found;
-}
-
-static void write_buffer(decoder* m, int64_t buffer, int64_t width) {
-  if (!m->widths[buffer]) m->widths[buffer] = width;
-  if (m->widths[buffer] != width)
-    refuse(m, "buffer %s is %lld wide and %lld elsewhere", m->names[buffer], LONG(m->widths[buffer]), LONG(width));
 }
 
 static int64_t plan_embed(decoder* m, const operation* o) {
@@ -136,20 +131,18 @@ static int64_t plan_slots(decoder* m, operation* o, const routed* found) {
   return num_chosen * (o->linear->out_size / (1 + o->is_gated));
 }
 
-// Checks that all heads have one size, and that there are as many heads of keys as of values.
 static int64_t plan_heads(decoder* m, const operation* o) {
-  const int64_t width = read_buffer(m, o->input, 0), size = o->head_dim, num_others = size ? width / size - o->num_heads : 0;
-  if (!m->head_dim) m->head_dim = size, m->num_heads = o->num_heads, m->num_kv_heads = num_others / 2;
-  if (num_others < 2 || num_others % 2 || width % size || size != m->head_dim ||
-      o->num_heads != m->num_heads || num_others / 2 != m->num_kv_heads)
-    refuse(m, "heads are %lld wide; %lld query heads and %lld KV heads of %lld need %lld", LONG(width), LONG(m->num_heads),
-           LONG(m->num_kv_heads), LONG(m->head_dim), LONG((m->num_heads + 2 * m->num_kv_heads) * m->head_dim));
+  const int64_t width = read_buffer(m, o->input, 0), size = o->head_dim;
+  const int64_t wanted = (o->num_heads + 2 * o->num_kv_heads) * size;
+  if (width != wanted)
+    refuse(m, "heads are %lld wide; %lld query heads and %lld KV heads of %lld need %lld", LONG(width),
+           LONG(o->num_heads), LONG(o->num_kv_heads), LONG(size), LONG(wanted));
   check_row(m, "query_norm", &o->query_norm, size);
   check_row(m, "key_norm", &o->key_norm, size);
   check_table(m, "cosines", &o->rope[0], o->num_positions, size);
   check_table(m, "sines", &o->rope[1], o->num_positions, size);
   check_row(m, "growth", &o->growth, o->num_positions);
-  return m->num_heads * size;
+  return o->num_heads * size;
 }
 
 static int64_t plan_sums(decoder* m, const operation* o) {
@@ -188,8 +181,8 @@ static int64_t plan_operation(decoder* m, operation* o, routed* found) {
       return width;
     case OPERATION_QK_NORM_ROPE_STORE: return plan_heads(m, o);
     case OPERATION_ATTEND_PAGED:
-      check_row(m, "sinks", &o->sinks, m->num_heads);
-      return read_buffer(m, o->input, 0);
+      check_row(m, "sinks", &o->sinks, o->num_heads);
+      return read_buffer(m, o->input, o->num_heads * o->head_dim);
     case OPERATION_LM_HEAD: return read_buffer(m, o->input, o->linear->in_size);
     case OPERATION_ALL_REDUCE: return plan_sums(m, o);
     default: return read_buffer(m, o->input, 0);
@@ -198,10 +191,16 @@ static int64_t plan_operation(decoder* m, operation* o, routed* found) {
 
 int64_t plan_decoder(decoder* m) {
   routed found[MAX_BUFFERS] = {{0}};
+  int64_t largest[MAX_BUFFERS] = {0};
   for (int64_t op = 0; op < m->num_operations && !m->misfit[0]; op++) {
     operation* o = &m->operations[op];
-    const int64_t width = plan_operation(m, o, found);
-    if (o->output) write_buffer(m, o->output, width);
+    o->width = plan_operation(m, o, found);
+    o->in_width = m->widths[o->input];
+    o->gate_width = m->widths[o->gate];
+    if (!o->output) continue;
+    m->widths[o->output] = o->width;
+    if (o->width > largest[o->output]) largest[o->output] = o->width;
   }
+  memcpy(m->widths, largest, sizeof(int64_t) * (size_t)m->num_buffers);
   return DONE;
 }

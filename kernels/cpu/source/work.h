@@ -19,8 +19,14 @@ typedef struct {
   item* items;
   float* partials;
   int64_t num_items, cost;  // cost: number of key elements that are scored
-  int64_t window;           // the window for which the list was made
+  int64_t window, num_heads, num_kv_heads, head_dim;  // of the layers for which the list was made
 } work_list;
+
+// Returns whether a layer has the window and the sizes of heads for which a list was made.
+INLINE int is_work_of(const work_list* list, const attention_step* layer) {
+  return list->window == layer->window && list->num_heads == layer->num_heads &&
+         list->num_kv_heads == layer->num_kv_heads && list->head_dim == layer->head_dim;
+}
 
 // The data that attention tasks work on.
 typedef struct {
@@ -268,7 +274,8 @@ static void free_work(work_list* list) {
 // Returns 0 if memory is exhausted.
 static int list_work(const attention_step* step, work_list* list) {
   const cut c = choose_cut(step);
-  *list = (work_list){.window = step->window};
+  *list = (work_list){.window = step->window, .num_heads = step->num_heads, .num_kv_heads = step->num_kv_heads,
+                      .head_dim = step->head_dim};
   const int64_t num_floats = list_items(step, list, &c);
   list->items = malloc(sizeof(item) * (size_t)(list->num_items + 1));
   list->partials = num_floats ? aligned_alloc(64, sizeof(float) * (size_t)num_floats) : NULL;

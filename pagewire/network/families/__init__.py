@@ -17,6 +17,8 @@ from pagewire.network.families.family import Family
 from pagewire.network.families.llama import LLAMA
 from pagewire.network.families.reading import JsonObject, check_names, choice, flag, unserved
 from pagewire.network.network import Network
+from pagewire.network.operations import AttentionHeads
+from pagewire.network.rope import RopeConfig
 
 _MULTIMODAL = "ForConditionalGeneration"
 _MODULES = [resolve_name(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
@@ -57,11 +59,17 @@ def parse_config(config: JsonObject) -> Network:
         if network.heads.alibi_slopes or any(heads.window or heads.pattern for heads in network.layers):
             raise unserved("is_causal", False, "true for a model with sliding windows, block patterns or ALiBi")
         network = replace(network, is_bidirectional=True)
-    heads, rope = network.heads, network.rope
+    for heads, rope in dict.fromkeys(zip(network.layers, network.ropes, strict=True)):
+        _check_heads(heads, rope)
+    return network
+
+
+def _check_heads(heads: AttentionHeads, rope: RopeConfig | None) -> None:
+    """Raise CheckpointError unless the numbers and the size of a layer's heads fit each other and the layer's rope."""
     if heads.num_heads % heads.num_kv_heads:
         raise unserved("num_key_value_heads", heads.num_kv_heads, f"a divisor of {heads.num_heads} attention heads")
     if rope is None:
-        return network
+        return
     if heads.head_dim % 2:
         raise unserved("head_dim", heads.head_dim, "even, for rotary embedding")
     rotary_size = rope.rotary_size(heads.head_dim)
@@ -71,7 +79,6 @@ def parse_config(config: JsonObject) -> Network:
             rope.rotary_share,
             f"a share that rotates an even number of {heads.head_dim} values",
         )
-    return network
 
 
 def lacks_head(config: JsonObject) -> bool:

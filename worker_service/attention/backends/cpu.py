@@ -67,8 +67,7 @@ class CpuAttention:
 
     def __init__(self, kernels: CpuKernels, shape: AttentionShape) -> None:
         self._kernels = kernels
-        cpu = torch.device("cpu")
-        self._scorings = [shape.scoring(reach, cpu) for reach in shape.reaches]  # one per layer
+        self._scorings = shape.scorings(torch.device("cpu"))  # one per layer
         self._layer_groups = shape.group_of_layer
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> CpuAttend:

@@ -6,7 +6,7 @@ Its pages are the blocks of the KV cache. Rows that decode use `flash_attn_with_
 cannot contain. With such a version, turn graphs off with --max-graph-batch-size 0.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from pagewire.kernels.arguments import LayerCache
+from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from worker_service.attention.backend import AttentionBatch, AttentionShape, Capability, DeviceRows
@@ -57,9 +57,7 @@ class FlashAttention:
     is_mixed_capturable = False
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        self._scoring = shape.scoring((0, None), device)
-        # The number of positions that a query sees to its left and right, without its own; -1: no limit.
-        self._window_sizes = [(window - 1, 0) if window else (-1, -1) for window in shape.windows]
+        self._options = [_options(scoring) for scoring in shape.scorings(device)]  # one per layer
         self._group_of_layer = shape.group_of_layer
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
@@ -69,23 +67,17 @@ class FlashAttention:
         """
         rows = batch.rows_on(kv_cache[0][0].device)
         assert rows.num_decodes is not None, "only behind a graph, which cannot hold this backend"
-        options = {
-            "softmax_scale": self._scoring.scale,
-            "softcap": self._scoring.softcap,
-            "alibi_slopes": self._scoring.alibi_slopes,
-            "causal": True,
-        }
         parts: list[_Attending] = []
         if rows.num_decodes:
-            parts.append(_decodes(rows, rows.num_decodes, options))
+            parts.append(_decodes(rows, rows.num_decodes))
         if rows.num_decodes < len(batch.seq_lens):
-            parts.append(_prompts(batch, rows, rows.num_decodes, options))
+            parts.append(_prompts(batch, rows, rows.num_decodes))
         tables = [[of_group[which] for which, _ in parts] for of_group in batch.block_tables.to(torch.int32)]
 
         def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
             assert sinks is None
             outputs = [
-                part(query[which], *kv_cache[layer], block_table=table, window_size=self._window_sizes[layer])
+                part(query[which], *kv_cache[layer], block_table=table, **self._options[layer])
                 for (which, part), table in zip(parts, tables[self._group_of_layer[layer]], strict=True)
             ]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -94,11 +86,22 @@ class FlashAttention:
 
 
 # A slice that selects sequences of the step and also their tokens, since sequences that decode come first. Then the
-# function that attends with these tokens over a layer's caches. It also needs the layer's block tables and window size.
+# function that attends with these tokens over a layer's caches. It also needs the layer's block tables and options.
 _Attending = tuple[slice, Callable[..., Tensor]]
 
 
-def _decodes(rows: DeviceRows, num: int, options: Mapping[str, Any]) -> _Attending:
+def _options(scoring: Scoring) -> dict[str, Any]:
+    return {
+        "softmax_scale": scoring.scale,
+        "softcap": scoring.softcap,
+        "alibi_slopes": scoring.alibi_slopes,
+        "causal": True,
+        # the number of positions that a query sees to its left and right, without its own; -1: no limit
+        "window_size": (scoring.window - 1, 0) if scoring.window else (-1, -1),
+    }
+
+
+def _decodes(rows: DeviceRows, num: int) -> _Attending:
     """Prepare attention for the first `num` sequences of a step, which decode one token each.
 
     Return (which, attend). `which` is the slice of the batch with the sequences and their tokens. `attend` computes the
@@ -108,14 +111,14 @@ def _decodes(rows: DeviceRows, num: int, options: Mapping[str, Any]) -> _Attendi
 
     def attend(query: Tensor, *caches: Tensor, **of_layer: Any) -> Tensor:
         output: Tensor = flash_attn_with_kvcache(  # queries are [rows, 1, num_heads, head_dim]
-            query[:, None], *caches, cache_seqlens=seq_lens, **of_layer, **options
+            query[:, None], *caches, cache_seqlens=seq_lens, **of_layer
         )
         return output[:, 0]
 
     return slice(0, num), attend
 
 
-def _prompts(batch: AttentionBatch, rows: DeviceRows, first: int, options: Mapping[str, Any]) -> _Attending:
+def _prompts(batch: AttentionBatch, rows: DeviceRows, first: int) -> _Attending:
     """Prepare attention for the sequences of a step from index `first` on, which may have several new tokens each.
 
     Return (which, attend). `which` is the slice of the batch with the sequences and their tokens. `attend` computes the
@@ -129,4 +132,4 @@ def _prompts(batch: AttentionBatch, rows: DeviceRows, first: int, options: Mappi
         "max_seqlen_q": max(end - start for start, end in pairwise(batch.query_start_loc[first:])),
         "max_seqlen_k": max(batch.seq_lens[first:]),
     }
-    return slice(first, None), partial(flash_attn_varlen_func, **of_rows, **options)
+    return slice(first, None), partial(flash_attn_varlen_func, **of_rows)

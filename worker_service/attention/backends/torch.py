@@ -64,7 +64,7 @@ class TorchAttention:
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._shape = shape
-        self._scoring = shape.scoring((0, None), device)  # for all layers, without windows, patterns and sinks
+        self._scorings = shape.scorings(device)  # one per layer
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Prepare the attention of one step. See `AttentionBackend.prepare`.
@@ -73,20 +73,19 @@ class TorchAttention:
         indices and the attention masks that later chunks and decoding groups need.
         """
         caches = [(TokenRows(keys), TokenRows(values)) for keys, values in kv_cache]
-        reaches, groups = self._shape.reaches, self._shape.group_of_layer
         # The layers with the same key share block tables and positions.
-        keys = [(group, window) for group, (window, _) in zip(groups, reaches, strict=True)]
-        cache, dtype = kv_cache[0][0], self._shape.dtype
-        steps = {key: _Step.of(batch, cache, *key, dtype) for key in dict.fromkeys(keys)}
+        keys = [
+            (group, scoring.window, rows.block_stride, rows.position_stride)
+            for group, scoring, (rows, _) in zip(self._shape.group_of_layer, self._scorings, caches, strict=True)
+        ]
+        steps = {key: _Step.of(batch, *key, self._shape) for key in dict.fromkeys(keys)}
         divide = _whole_prompts if self._shape.is_bidirectional else _causal_parts
         parts = {key: divide(step) for key, step in steps.items()}
-        block_size, slots = self._shape.block_size, batch.slot_mapping
-        all_written = steps[keys[0]].cache_rows(slots // block_size, slots % block_size)
+        all_written = {key: step.cache_rows(batch.slot_mapping[key[0]]) for key, step in steps.items()}
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
             key_rows, value_rows = caches[layer]
-            (window, pattern), written = reaches[layer], all_written[groups[layer]]
-            scoring = replace(self._scoring, window=window, pattern=pattern, sinks=sinks)
+            written, scoring = all_written[keys[layer]], replace(self._scorings[layer], sinks=sinks)
             key, value = key_rows.write(written, key), value_rows.write(written, value)
             output = query.new_empty(query.shape)
             for part in parts[keys[layer]]:
@@ -289,11 +288,14 @@ class _Step:
     window: int
     block_tables: Tensor  # [S, max_blocks] int64
     block_size: int
-    block_stride: int  # distance between blocks, in cache rows
+    block_stride: int  # see `TokenRows`
+    position_stride: int
     dtype: torch.dtype  # of queries
 
     @staticmethod
-    def of(batch: AttentionBatch, cache: Tensor, group: int, window: int, dtype: torch.dtype) -> "_Step":
+    def of(
+        batch: AttentionBatch, group: int, window: int, block_stride: int, position_stride: int, shape: AttentionShape
+    ) -> "_Step":
         num_queries = [end - start for start, end in pairwise(batch.query_start_loc)]
         starts = [0] * len(num_queries)
         if window:
@@ -305,16 +307,18 @@ class _Step:
             lengths=[end - start for end, start in zip(batch.seq_lens, starts, strict=True)],
             window=window,
             block_tables=batch.block_tables[group].long(),
-            block_size=cache.shape[1],
-            block_stride=cache.stride(0) // cache.stride(1),
-            dtype=dtype,
+            block_size=shape.block_size,
+            block_stride=block_stride,
+            position_stride=position_stride,
+            dtype=shape.dtype,
         )
 
     def tokens(self, row: int) -> slice:
         return slice(self.query_start_loc[row], self.query_start_loc[row + 1])
 
-    def cache_rows(self, blocks: Tensor, offsets: Tensor) -> Tensor:
-        return blocks * self.block_stride + offsets
+    def cache_rows(self, slots: Tensor) -> Tensor:
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        return blocks * self.block_stride + offsets * self.position_stride
 
     def positions(self, rows: list[int], num_positions: int) -> Tensor:
         """Return the indices of the KV cache entries for `num_positions` positions of each given sequence, flattened.
@@ -327,7 +331,7 @@ class _Step:
         first, last = torch.tensor(ends, device=device).split(1, dim=1)  # [rows, 1] each
         positions = (first + torch.arange(num_positions, device=device)).minimum(last)
         blocks = self.block_tables[torch.tensor(rows, device=device)].gather(1, positions // self.block_size)
-        return self.cache_rows(blocks, positions % self.block_size).flatten()
+        return self.cache_rows(blocks * self.block_size + positions % self.block_size).flatten()
 
 
 def _whole_prompts(step: _Step) -> list[_Part]:

@@ -20,6 +20,7 @@ from pagewire.kernels.triton.fused import HeadCaching
 from pagewire.kernels.triton.launching import RepeatedLaunch, Strided
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.tiles import max_groups
+from pagewire.network.operations import AttentionHeads
 from worker_service.attention.backend import AttentionBatch, AttentionShape, Capability, DeviceRows
 from worker_service.models.torch_operations import Attend
 
@@ -91,10 +92,14 @@ class TritonAttention:
     def __init__(self, shape: AttentionShape, num_processors: int, device: torch.device) -> None:
         """Create the backend. `num_processors` is the GPU's number of multiprocessors (`multi_processor_count`)."""
         self._shape = shape
-        self._layers = list(zip(shape.group_of_layer, shape.reaches, strict=True))
-        self._scorings = {reach: shape.scoring(reach, device) for reach in set(shape.reaches)}
+        self._scorings = shape.scorings(device)  # one per layer
+        # The layer group of each layer, and the first layer with the same heads.
+        self._layers = [
+            (group, shape.layers.index(heads)) for group, heads in zip(shape.group_of_layer, shape.layers, strict=True)
+        ]
         self._num_processors = num_processors
-        self._plans: dict[int, SplitPlan] = {}  # by window, each for the most rows of any step until now
+        # By window and sizes of heads, each for the most rows of any step until now.
+        self._plans: dict[tuple[int, ...], SplitPlan] = {}
         # The first layer's keys in the last step. The reference is weak because the memory profile runs with a
         # temporary cache, which must be freed before the real cache is allocated.
         self._first_cache: weakref.ReferenceType[Tensor] | None = None
@@ -103,7 +108,7 @@ class TritonAttention:
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Prepare the attention of one step: choose kernels, and decide whether several GPU programs share a sequence.
 
-        The decision is made once for all layers with the same reach. Layers of one layer group with the same reach
+        The decision is made once for all layers with the same heads. Layers of one layer group with the same heads
         share the kernels' other arguments, too. See `AttentionBackend.prepare`.
         """
         strides = self._strides_of(kv_cache)
@@ -111,28 +116,27 @@ class TritonAttention:
         rows = batch.rows_on(device)
         block_tables = batch.block_tables.to(torch.int32).unbind()
         num_blocks = kv_cache[0][0].shape[0]
-        query_shape = (batch.slot_mapping.shape[1], self._shape.num_heads, self._shape.head_dim)
         # If only the device knows which rows decode, any row may decode. The other rows have length 0 for that kernel.
         decode_lens, prefill_lens = rows.seq_lens[: rows.num_decodes], None
         if rows.num_decodes is None:
             decode_lens, prefill_lens = _split_lengths(rows)
-        shared = {
-            reach: (
-                AlikeLayers.of(query_shape, self._shape.dtype, paged_caches(*kv_cache[0]), scoring),
-                self._plan(batch, decode_lens, scoring.window, num_blocks, device),
-            )
-            for reach, scoring in self._scorings.items()
-        }
+        shared = {}
+        for layer in dict.fromkeys(first for _, first in self._layers):
+            heads = self._shape.layers[layer]
+            query_shape = (batch.slot_mapping.shape[1], heads.num_heads, heads.head_dim)
+            caches, scoring = paged_caches(*kv_cache[layer]), self._scorings[layer]
+            plan = self._plan(batch, decode_lens, heads, num_blocks, device)
+            shared[layer] = AlikeLayers.of(query_shape, self._shape.dtype, caches, scoring), plan
         attentions = {}
-        for layer_group, reach in dict.fromkeys(self._layers):
-            (layers, plan), tables = shared[reach], block_tables[layer_group]
+        for layer_group, first in dict.fromkeys(self._layers):
+            (layers, plan), tables = shared[first], block_tables[layer_group]
             if prefill_lens is None:
                 split = (len(decode_lens), plan)
                 attention = PagedAttention.of(layers, tables, rows.seq_lens, rows.query_start_loc, *split)
             else:
                 lengths = (decode_lens, prefill_lens, rows.query_start_loc)
                 attention = PagedAttention.of_any_rows(layers, tables, *lengths, plan)
-            attentions[layer_group, reach] = attention
+            attentions[layer_group, first] = attention
         of_layers = [attentions[key] for key in self._layers]
 
         def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
@@ -154,41 +158,41 @@ class TritonAttention:
         return self._strides
 
     def _plan(
-        self, batch: AttentionBatch, decode_lens: Tensor, window: int, num_blocks: int, device: torch.device
+        self, batch: AttentionBatch, decode_lens: Tensor, heads: AttentionHeads, num_blocks: int, device: torch.device
     ) -> SplitPlan | None:
-        """Decide how GPU programs share the attention of decoding sequences, in layers with this window.
+        """Decide how GPU programs share the attention of decoding sequences, in layers with these heads.
 
         Return a plan that divides the positions of each sequence among programs. Return None if that would not be
         faster. `decode_lens` are the lengths of the sequences.
         """
-        max_positions = window or ANY_LEN
+        max_positions = heads.window or ANY_LEN
         lengths = [min(length, max_positions) for length in batch.seq_lens[: len(decode_lens)]]
         # The upper bounds of a graph's rows may add up to more than the cache can hold.
         num_positions = min(sum(lengths), num_blocks * self._shape.block_size)
         longest = max(lengths, default=0)
-        if not prefers_splits(len(lengths), self._shape.num_kv_heads, num_positions, longest, self._num_processors):
+        if not prefers_splits(len(lengths), heads.num_kv_heads, num_positions, longest, self._num_processors):
             return None
-        plan = self._allocate(len(decode_lens), window, device)
+        plan = self._allocate(len(decode_lens), heads, device)
         plan.decide(decode_lens, max_positions)
         return plan
 
-    def _allocate(self, num_rows: int, window: int, device: torch.device) -> SplitPlan:
+    def _allocate(self, num_rows: int, heads: AttentionHeads, device: torch.device) -> SplitPlan:
         """Return memory for a split plan, which divides the positions of decoding sequences among GPU programs.
 
-        Steps without a CUDA graph share one allocation per window. A captured CUDA graph gets its own allocation, which
-        lasts while the graph can be replayed.
+        Steps without a CUDA graph share one allocation per window and sizes of heads. A captured CUDA graph gets its
+        own allocation, which lasts while the graph can be replayed.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return self._new_plan(num_rows, device)
-        plan = self._plans.get(window)
+            return self._new_plan(num_rows, heads, device)
+        key = (heads.window, heads.num_heads, heads.num_kv_heads, heads.head_dim)
+        plan = self._plans.get(key)
         if plan is None or plan.num_rows < num_rows:
-            plan = self._plans[window] = self._new_plan(num_rows, device)
+            plan = self._plans[key] = self._new_plan(num_rows, heads, device)
         return plan.of_first(num_rows)
 
-    def _new_plan(self, num_rows: int, device: torch.device) -> SplitPlan:
-        shape = self._shape
+    def _new_plan(self, num_rows: int, heads: AttentionHeads, device: torch.device) -> SplitPlan:
         num_programs = PROGRAMS_PER_PROCESSOR * self._num_processors
-        return SplitPlan.allocate(num_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, device, num_programs)
+        return SplitPlan.allocate(num_rows, heads.num_heads, heads.num_kv_heads, heads.head_dim, device, num_programs)
 
 
 def _split_lengths(rows: DeviceRows) -> tuple[Tensor, Tensor]:
