@@ -1,5 +1,7 @@
 """Block tables: the allocation of both tiers' blocks to sequences, and their publication in the prefix index."""
 
+from collections.abc import Iterable
+
 from pagewire.common.wire.messages import WorkerCapacity
 from scheduler_service.core.cache.prefix_index import Cursor, Node, Root
 from scheduler_service.core.cache.room import Allocation, BlockTable, Match, Room
@@ -242,7 +244,7 @@ class CacheManager:
             blocks[i] = 0
         table.freed(num_passed)
 
-    def _is_read_at(self, table: BlockTable, index: int, ends: tuple[int, ...]) -> bool:
+    def _is_read_at(self, table: BlockTable, index: int, ends: Iterable[int]) -> bool:
         """Return whether a sequence that starts after one of the given numbers of blocks reads block `index`."""
         return any(self._windows.num_passed(table.group, end) <= index < end for end in ends)
 
@@ -270,9 +272,33 @@ class CacheManager:
     def release(self, allocation: Allocation) -> None:
         """Release all KV cache blocks of a sequence, on the device and on the host. Until a block is reused, other
         sequences can still get it as a prefix cache hit."""
+        self._hold_ends(allocation)
         self.tiers.device.free_tables([table.blocks for table in allocation.tables], allocation.free_list)
         self.tiers.host.free_tables([table.host_blocks for table in allocation.tables], allocation.free_list)
         allocation.released()
+
+    def _hold_ends(self, allocation: Allocation) -> None:
+        """Let a sequence hold the cached windows that it has passed and that another sequence may start with. So they
+        are released, and later evicted, in the order of the prefix.
+
+        Other sequences may start at the ends of the prompt and of the matched prefix, and where a prefix goes on in
+        several ways.
+        """
+        if allocation.tables[-1].is_spine:
+            return
+        node = allocation.last_node
+        ends = {allocation.num_matched_blocks, len(allocation.request.prompt_token_ids) // self.block_size}
+        for i in range(allocation.num_published_blocks - 1, -1, -1):
+            assert node is not None
+            if len(node.children) > 1:
+                ends.add(i + 1)
+            for content in node.later:
+                table = allocation.tables[content.group]
+                is_passed = not content.is_spine and i < table.num_freed
+                if is_passed and content.blocks and self._is_read_at(table, i, ends):
+                    table.blocks[i] = content.blocks[0]
+                    self.pool.share(content.blocks[0])
+            node = node.parent
 
     def unpublish(self, allocation: Allocation) -> None:
         """Remove the blocks that a sequence wrote from the prefix index, because their content is bad. Blocks that

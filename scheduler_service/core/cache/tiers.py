@@ -6,7 +6,7 @@ holders may release the blocks in the meantime (S3). So no other code needs to t
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice, takewhile
+from itertools import islice, takewhile, zip_longest
 from typing import NamedTuple
 
 from pagewire.common.wire.messages import WorkerCapacity
@@ -72,15 +72,15 @@ class TierAllocator:
     def free_tables(self, tables: list[list[int]], free_list: int) -> None:
         """Release all blocks of a sequence's block tables, and clear the tables.
 
-        The last block of each table is released first. So a block is evicted before the blocks that precede it in the
-        prefix. The tables of layer groups with windows are released last: a prefix without its tail is still a prefix,
-        but without one of the windows it is of no use.
+        The blocks of the last positions are released first, in all layer groups. So a block is evicted before the
+        blocks that precede it in the prefix, and the window before a position no earlier than the position.
         """
         free, contents = self.pool.free, self._contents
-        for table in tables:
-            for block in reversed(table):
+        for blocks in reversed(list(zip_longest(*tables, fillvalue=0))):
+            for block in blocks:
                 if block:
                     free(block, cached=contents[block] is not None, free_list=free_list)
+        for table in tables:
             table.clear()
 
 
