@@ -43,7 +43,10 @@ MUTANTS = (
         "return max(0, index - 1), pairs",
     ),
     mutant(
-        "idle blocks that a request matches are free twice", "num_opening_blocks", "if blocks)", "if blocks or True)"
+        "idle blocks that a request matches are free twice",
+        "num_opening_blocks",
+        "self.pool.ref_count(blocks[0]) > 0",
+        "True",
     ),
     mutant("an admission is given one block too many", "can_allocate", "self.pool.num_free", "self.pool.num_free + 1"),
     mutant(
@@ -54,9 +57,9 @@ MUTANTS = (
     ),
     mutant(
         "a group that can never fit is admitted",
-        "max_request_blocks",
-        "self._num_full * (num_shared + num_rows * (num_blocks - num_shared))",
-        "self._num_full * num_blocks",
+        "_num_distinct_blocks",
+        "num_shared + request.num_rows * (num_blocks - num_shared)",
+        "num_blocks",
     ),
     mutant(
         "a request that is too long is admitted",
@@ -98,7 +101,7 @@ MUTANTS = (
     mutant(
         "a layer group keeps what its window has passed",
         "slide",
-        "self._free_passed(allocation, group, num_passed)",
+        "self._free_passed(allocation, table, num_passed)",
         "",
     ),
     mutant(
@@ -159,8 +162,8 @@ MUTANTS = (
     mutant(
         "an admission counts one layer group alone",
         "num_opening_blocks",
-        "enumerate(allocation.tables)",
-        "enumerate(allocation.tables[:1])",
+        "allocation.tables",
+        "allocation.tables[:1]",
     ),
     mutant(
         "a step counts the blocks of one layer group alone",
@@ -180,11 +183,18 @@ MUTANTS = (
         "min(most, num_rows * min(num_blocks, self.num_chunk_blocks(window, 1)))",
         "0",
     ),
-    mutant(
+    Mutant(
         "a block is published as another layer group's content",
-        "CacheManager.publish",
-        "zip(node.contents, allocation.tables, strict=True)",
-        "zip(node.contents[::-1], allocation.tables, strict=True)",
+        (
+            Patch("CacheManager.publish", "tables[0].blocks[i]", "tables[-1].blocks[i]"),
+            Patch("CacheManager.publish", "tables[content.group].blocks[i]", "tables[-1 - content.group].blocks[i]"),
+        ),
+    ),
+    mutant(
+        "a sample starts whose request then outgrows the pool",
+        "_allocate_sample",
+        "cache.room.num_final_blocks(rows, sequence.allocation, starts) > cache.pool.num_blocks",
+        "False",
     ),
     mutant(
         "a demoted block becomes another layer group's content",
@@ -388,9 +398,9 @@ MUTANTS = (
     mutant(
         "samples of a row are taken for those of the row before",
         "Sequence.take_slot",
-        "self.row = Row(self, self.allocation, slot, drops, is_gated, len(self.token_ids))",
+        "self.row = Row(self, self.allocation, slot, drops, is_gated, may_repeat, len(self.token_ids))",
         "is_dropped = self.row is not None and self.row.is_dropped\n"
-        "self.row = Row(self, self.allocation, slot, drops, is_gated, len(self.token_ids), is_dropped)",
+        "self.row = Row(self, self.allocation, slot, drops, is_gated, may_repeat, len(self.token_ids), is_dropped)",
     ),
     mutant(
         "what a row matched in the last epoch is taken for bad with what is bad in this one",
@@ -572,8 +582,8 @@ MUTANTS = (
     ),
     mutant(
         "what a late row writes again is published",
-        "may_repeat",
-        "self.sequence.group.request.grammar is not None",
+        "Sequence.take_slot",
+        "self.group.request.grammar is not None",
         "False",
     ),
     # Without a worker
