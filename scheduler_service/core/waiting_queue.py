@@ -254,8 +254,7 @@ class WaitingOrder:
     def awaits_load(self, group: SequenceGroup) -> bool:
         """Return whether a waiting request has a cached prefix whose last block is only on the host. This block must be
         loaded onto the device before it can be used."""
-        cursor = group.cursor
-        return cursor is not None and cursor.num_usable_blocks > 0 and not cursor.node.contents[0].blocks
+        return group.cursor is not None and group.cursor.awaits_load
 
     def order(self, group: SequenceGroup) -> tuple[object, ...]:
         """Return the present sort key of a waiting request under the scheduling policy. The request with the lowest key

@@ -348,6 +348,21 @@ def test_a_cursor_stays_where_one_tier_still_has_a_copy():
     assert (cursor.chain(), index.cursors.take_moved()) == ([], [cursor])
 
 
+def test_a_prompt_awaits_the_load_of_any_layer_group():
+    tokens = list(range(12))
+    index = PrefixIndex(4, 10, 10, (0, 4))
+    first = publish(index, None, tokens, 0, 1)
+    index.add_host_copy(first.contents[1], 1)
+    cursor = index.follow(KEY, tokens, 3)
+    assert (cursor.num_usable_blocks, cursor.awaits_load) == (1, True)
+    index.add_copy(first.contents[1], 2)
+    assert (cursor.num_usable_blocks, cursor.awaits_load) == (1, False)
+    second = publish(index, first, tokens, 1, 3)
+    assert (cursor.num_blocks, cursor.num_usable_blocks, cursor.awaits_load) == (2, 1, False)
+    index.add_host_copy(second.contents[1], 2)
+    assert (cursor.num_usable_blocks, cursor.awaits_load) == (2, True)
+
+
 def longest_usable(chain: list[Node], windows: tuple[int, ...], block_size: int) -> int:
     """Return the largest number of nodes of `chain` after which a sequence finds all that its windows read."""
 

@@ -10,7 +10,8 @@ from scheduler_service.core.request import EndReason
 from scheduler_service.core.retention import LearnedReturnEstimate, ReturnEstimate
 from scheduler_service.core.sequence import SequenceGroup, Session
 from testing.seeds import seeded
-from tests.core.system import System, prompt_of
+from tests.core.system import VOCAB, System, prompt_of
+from tests.thorough import thorough
 
 
 def agent(max_wait_s: float = 600.0, **settings) -> System:
@@ -627,3 +628,25 @@ def test_other_policies_use_no_cursors():
     system.add(prompt_of(20), 2)
     assert system.scheduler.state.worker.cache.index.cursors.number == 0
     system.run()
+
+
+def num_computed_in_turn(windows: tuple[int, ...], share: float) -> int:
+    """Return how many prompt tokens are computed by conversations in turn, in a share of the blocks that they need."""
+    rng, num_turns = seeded(5), 4
+    conversations = [prompt_of(40) for _ in range(6)]
+    num_tokens = len(conversations) * (40 + num_turns * 32)
+    system = System(num_blocks=int(len(windows) * share * num_tokens / 4), windows=windows, policy="agent")
+    system.join()
+    for _ in range(num_turns):
+        for conversation in conversations:
+            conversation.extend(rng.randrange(VOCAB) for _ in range(20))
+            conversation[:] = run_one(system, conversation, 12)
+    stats = explain.stats(system.scheduler.state)
+    return stats.num_prompt_tokens - stats.num_cached_prompt_tokens
+
+
+@pytest.mark.parametrize(("window", "share"), [(16, 0.3), *thorough((16, 0.5), (16, 0.9), (48, 0.3), (48, 0.5))])
+def test_windows_cost_no_hits(window, share):
+    """Windows are not evicted before the blocks that are of no use without them."""
+    of_window, of_all = num_computed_in_turn((0, window), share), num_computed_in_turn((0, 0), share)
+    assert of_window <= 1.1 * of_all

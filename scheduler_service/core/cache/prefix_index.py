@@ -130,6 +130,12 @@ class Cursor:
         """Return the number of full blocks of the waiting prompt that would have to be computed."""
         return self.max_blocks - self.num_usable_blocks
 
+    @property
+    def awaits_load(self) -> bool:
+        """Return whether the last block with which the prompt could start is only on the host, in any layer group."""
+        num_usable = self.num_usable_blocks
+        return num_usable > 0 and not self.chain()[num_usable - 1].is_whole(Tier.DEVICE)
+
     def is_changed_by(self, content: BlockContent, depth: int, *, is_gain: bool) -> bool:
         """Record that a content of a layer group with a window was cached or lost at the cursor's node or above it, in
         block number `depth` of the prompt. Return whether the number of usable blocks may have changed."""
