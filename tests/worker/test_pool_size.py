@@ -185,7 +185,9 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
 def test_a_sequence_needs_blocks_for_the_windows_of_its_groups() -> None:
     assert blocks_of_sequence((0,), 100, 16, 64) == 7
     # A window of 20 before a step of 32 tokens may begin with the last position of a block.
-    assert blocks_of_sequence((0, 20, 20), 1024, 16, 32) == 64 + 2 * 5
+    assert blocks_of_sequence((0, 19, 20), 1024, 16, 32) == 64 + 2 * 5
+    # A decode step reads and writes the positions of the window alone.
+    assert [blocks_of_sequence((window,), 1024, 16, 1) for window in (1, 2, 17, 18, 33)] == [1, 2, 2, 3, 3]
     assert blocks_of_sequence((90, 20), 100, 16, 64) == 7 + 7, "never more than the whole sequence"
 
 

@@ -600,7 +600,7 @@ def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int, wind
 
     `windows` has the window of each layer group.
     """
-    num_needed = blocks_of_sequence(windows, max_model_len, shape.block_size, shape.block_size)
+    num_needed = blocks_of_sequence(windows, max_model_len, shape.block_size, 1)
     logger.info(
         "KV cache: %d blocks of %d tokens, enough for %.2f sequences of max_model_len (%d), %s",
         num_device_blocks,

@@ -39,13 +39,14 @@ def default_swap_bytes(device: str, available_bytes: int, num_local_ranks: int) 
 def blocks_of_sequence(windows: Sequence[int], max_model_len: int, block_size: int, num_step_tokens: int) -> int:
     """Return how many KV cache blocks one sequence of the maximum length uses at the same time, in all layer groups.
 
-    `windows` has the window of each layer group, or 0. A group with a window needs blocks for its window, for the
-    `num_step_tokens` tokens of a step, and one more, because the window may begin within a block.
+    `windows` has the window of each layer group, or 0. A group with a window needs blocks for the positions that the
+    `num_step_tokens` tokens of a step read and write. The first of these positions may be the last of a block.
     """
-    lengths = (
-        min(max_model_len, window + num_step_tokens + block_size) if window else max_model_len for window in windows
+    num_whole = -(-max_model_len // block_size)
+    return sum(
+        min(num_whole, (window + num_step_tokens + block_size - 3) // block_size + 1) if window else num_whole
+        for window in windows
     )
-    return sum(-(-length // block_size) for length in lengths)
 
 
 def count_blocks(*, cache_bytes: int, block_bytes: int, max_num_blocks: int, remedy: str) -> int:
