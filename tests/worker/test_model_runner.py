@@ -516,8 +516,8 @@ def test_host_pool_is_sized_by_count_or_by_memory(
         worker = load(checkpoints["qwen2"], **options)
         assert worker.ready.num_host_blocks == 9
         assert worker.ready.swap_bandwidth > 0
-        size = f"{9 * worker.ready.block_size} tokens, {describe_memory(10 * block_bytes)}"
-        assert f"swap space: 9 blocks, {size}; blocks move at " in caplog.text
+        size = f"{worker.ready.block_size} tokens, {describe_memory(10 * block_bytes)}"
+        assert f"swap space: 9 blocks of {size}; blocks move at " in caplog.text
         assert worker.runner.execute(StepPlan(1, 1)).last_moved_step == 1
 
 

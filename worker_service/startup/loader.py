@@ -168,9 +168,9 @@ def _build_worker(
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
         logger.info(
-            "swap space: %d blocks, %d tokens, %s; blocks move at %s a second",
+            "swap space: %d blocks of %d tokens, %s; blocks move at %s a second",
             num_host_blocks,
-            num_host_blocks * assembly.shape.block_size,
+            assembly.shape.block_size,
             describe_memory((num_host_blocks + 1) * assembly.shape.block_bytes),
             describe_memory(swap_bandwidth),
         )
