@@ -63,6 +63,7 @@ class Allocation:
     last_node: Node | None = None  # of the last block in the tables that was published or matched
     num_published_blocks: int = 0
     num_matched_blocks: int = 0  # kept after the release: results of the row may be in flight
+    branches: tuple[int, ...] = ()  # numbers of blocks after which later sequences will probably continue
     forkable_from: int = 0  # the first step that may fork its prompt; 0: the prompt is not computed
     # A decoding row computes one position in every plan and is not visited. Its count is then the count at which it
     # began to decode, plus the number of plans since.
@@ -148,9 +149,12 @@ class Allocation:
         is computed before this plan."""
         self.forkable_from = step
 
-    def matched(self, num_blocks: int) -> None:
-        """Record that the first `num_blocks` KV cache blocks of the sequence were written by other sequences."""
-        self.num_matched_blocks = num_blocks
+    def matched(self, num_blocks: int, branches: tuple[int, ...]) -> None:
+        """Record that the first `num_blocks` KV cache blocks of the sequence were written by other sequences.
+
+        `branches` are the numbers of blocks after which later sequences will probably continue.
+        """
+        self.num_matched_blocks, self.branches = num_blocks, branches
 
     def published(self, node: Node | None, num_blocks: int) -> None:
         """Record that the first `num_blocks` blocks of the sequence are in the prefix index. `node` is the index node

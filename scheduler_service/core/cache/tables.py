@@ -79,9 +79,22 @@ class CacheManager:
             table.blocks += [self._allocate() for _ in range(num_entries - len(nodes))]
         for content, block in blocks.items():
             self.moves.add(Move(step, block, content.host_block, False, content, allocation.free_list))
-        allocation.matched(len(nodes))
+        allocation.matched(len(nodes), self._branches(allocation, nodes))
         allocation.published(nodes[-1] if nodes else None, len(nodes))
         allocation.compute(len(nodes) * self.block_size)
+
+    def _branches(self, allocation: Allocation, nodes: tuple[Node, ...]) -> tuple[int, ...]:
+        """Return the numbers of blocks of a sequence after which later sequences will probably continue, in order.
+
+        They are the branches of the matched prefix, and the end of the prompt. If the sequence continues the whole of
+        an earlier sequence, the end of its prompt is left out, because the next sequence will probably do the same.
+        """
+        if allocation.tables[-1].is_spine:
+            return ()  # no layer group needs them
+        branches = [i for i, node in enumerate(nodes, 1) if len(node.children) > (i < len(nodes))]
+        if not nodes or len(nodes) in branches[-1:]:
+            branches.append(len(allocation.request.prompt_token_ids) // self.block_size)
+        return tuple(branches)
 
     def _share_match(self, allocation: Allocation, table: BlockTable, nodes: tuple[Node, ...]) -> None:
         """Begin a block table with the blocks of a prefix cache hit on the device. The other entries are 0.
@@ -112,7 +125,7 @@ class CacheManager:
         num_blocks = self.room.num_fork_blocks(allocation, relative, num_tokens)
         for table, num in zip(allocation.tables, num_blocks, strict=True):
             table.blocks += [self._allocate() for _ in range(num)]
-        allocation.matched(num_full)
+        allocation.matched(num_full, relative.branches)
         allocation.compute(num_tokens)
         if num_tokens % self.block_size == 0:
             return []
@@ -125,7 +138,7 @@ class CacheManager:
         """Give a beam all KV cache blocks of the beam `parent`. Both beams have the same tokens, and share the
         blocks."""
         self._share_tables(allocation, parent, max(len(table.blocks) for table in parent.tables))
-        allocation.matched(parent.num_matched_blocks)
+        allocation.matched(parent.num_matched_blocks, parent.branches)
         allocation.may_be_forked(parent.forkable_from)
         allocation.compute(parent.num_computed_tokens)
 
@@ -233,11 +246,11 @@ class CacheManager:
         """Free the first blocks of a block table, up to `num_passed`, because the sliding window has passed them.
 
         Blocks outside the spine are evicted before all other cached blocks, because hardly a prompt ends where they are
-        read. The exceptions are the windows before the end of the prompt and before the end of the matched prefix.
+        read. The exceptions are the windows before the branches of the allocation.
         """
         free, blocks = self.tiers.device.free, table.blocks
-        ends = (allocation.num_matched_blocks, len(allocation.request.prompt_token_ids) // self.block_size)
-        first_spare = num_passed if table.is_spine else max(ends)
+        ends = allocation.branches
+        first_spare = num_passed if table.is_spine else max(ends, default=0)
         for i in range(table.num_freed, num_passed):
             is_spare = i >= first_spare or not (table.is_spine or self._is_read_at(table, i, ends))
             free(blocks[i], spare=is_spare, free_list=allocation.free_list)
@@ -281,13 +294,12 @@ class CacheManager:
         """Let a sequence hold the cached windows that it has passed and that another sequence may start with. So they
         are released, and later evicted, in the order of the prefix.
 
-        Other sequences may start at the ends of the prompt and of the matched prefix, and where a prefix goes on in
-        several ways.
+        Other sequences may start at the branches of the allocation, and where a prefix goes on in several ways by now.
         """
         if allocation.tables[-1].is_spine:
             return
         node = allocation.last_node
-        ends = {allocation.num_matched_blocks, len(allocation.request.prompt_token_ids) // self.block_size}
+        ends = set(allocation.branches)
         for i in range(allocation.num_published_blocks - 1, -1, -1):
             assert node is not None
             if len(node.children) > 1:
