@@ -56,12 +56,15 @@ class PagedRows:
 def put_rows(step: Structure, rows: PagedRows, num_tokens: int, group: int = 0) -> None:
     """Fill in the members of the C structure `step` that describe the running sequences of a step: the addresses and
     sizes of the tensors in `rows`, from a layer group on. The structure does not keep the tensors alive."""
+    slot_mapping, block_tables = rows.slot_mapping, rows.block_tables
+    if group:  # indexing tensors takes about as long as the rest, and the first group is at their beginning
+        slot_mapping, block_tables = slot_mapping[group], block_tables[group]
     step.at.num_rows, step.at.max_blocks = rows.block_tables.shape[1:]
     step.put(
         query_start_loc=rows.query_start_loc,
         seq_lens=rows.seq_lens,
-        slot_mapping=rows.slot_mapping[group],
-        block_tables=rows.block_tables[group],
+        slot_mapping=slot_mapping,
+        block_tables=block_tables,
         num_tokens=num_tokens,
         num_threads=torch.get_num_threads(),
     )

@@ -345,7 +345,7 @@ class SequenceTable:
             raise WorkerProtocolError(
                 f"a step is to compute {num_step_tokens} tokens; it computes at most {limits.max_num_batched_tokens}"
             )
-        num_positions = self._num_blocks_of_groups[:, slots].min(0) * limits.block_size
+        num_positions = np.minimum.reduce(self._num_blocks_of_groups.take(slots, 1)) * limits.block_size
         if not (ends <= np.minimum(np.minimum(num_tokens, num_positions), limits.max_model_len)).all():
             _check_ends(slots, ends, num_tokens, "tokens")
             _check_ends(slots, ends, num_positions, "positions in its blocks")
