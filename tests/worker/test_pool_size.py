@@ -1,6 +1,7 @@
 """The sizes of the block pools: as configured, by default, and the errors if they do not fit."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,6 +190,16 @@ def test_a_sequence_needs_blocks_for_the_windows_of_its_groups() -> None:
     # A decode step reads and writes the positions of the window alone.
     assert [blocks_of_sequence((window,), 1024, 16, 1) for window in (1, 2, 17, 18, 33)] == [1, 2, 2, 3, 3]
     assert blocks_of_sequence((90, 20), 100, 16, 64) == 7 + 7, "never more than the whole sequence"
+
+
+@pytest.mark.parametrize("options", [{"num_device_blocks": 6}, {"kv_cache_memory": "7MiB"}])
+def test_a_pool_without_a_block_for_each_layer_group_is_refused(options: dict[str, Any]) -> None:
+    asked = replace(sizes(**options), num_groups=7)
+    with pytest.raises(ValueError, match=r"6 blocks of 1.00 MiB.* each of the model's 7 layer groups"):
+        asked.num_cpu_blocks(GIB)
+    with pytest.raises(ValueError, match="7 layer groups"):
+        asked.num_gpu_blocks(DeviceMemory(GIB, 0, 0, 0, 0, 0), StepSize(64, 8))
+    assert replace(asked, num_groups=6).num_cpu_blocks(GIB) == 6
 
 
 class Failing:

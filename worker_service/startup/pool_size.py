@@ -68,12 +68,13 @@ class PoolSize:
     """The configured size of the KV cache, from which the numbers of device blocks and host blocks are computed.
 
     `max_num_blocks` is the number of blocks that the maximum number of sequences, at maximum length, could use
-    together.
+    together. A sequence needs at least one block in each of `num_groups` layer groups.
     """
 
     config: WorkerConfig
     block_bytes: int
     max_num_blocks: int
+    num_groups: int = 1
 
     def num_host_blocks(self, available_bytes: int, default_bytes: int = 0) -> int:
         """Return the number of swap blocks in host memory that the options request, or that fit into `default_bytes`.
@@ -107,18 +108,19 @@ class PoolSize:
         """Return the number of KV cache blocks for a CPU worker, without its swap blocks.
 
         The number is set by an option or follows from `available_bytes`. Raises ValueError if the memory is too small
-        for the requested number, or for a single block.
+        for the requested number, or for a block of each layer group.
         """
         left = max(0, available_bytes)
         num_asked = self._num_asked(left, f"{describe_memory(left)} of memory are available")
         if num_asked is not None:
-            return num_asked
-        return count_blocks(
+            return self._checked(num_asked)
+        num_blocks = count_blocks(
             cache_bytes=cpu_cache_bytes(available_bytes),
             block_bytes=self.block_bytes,
             max_num_blocks=self.max_num_blocks,
             remedy="free memory, set --kv-cache-memory or lower --block-size",
         )
+        return self._checked(num_blocks)
 
     def num_blocks_of_cpu(self, available_bytes: int) -> tuple[int, int]:
         """Return the numbers of KV cache blocks and of swap blocks for a CPU worker.
@@ -134,18 +136,19 @@ class PoolSize:
         """Return the number of KV cache blocks on a GPU. `memory` is the measured use of its memory without the cache.
 
         The number is set by an option or follows from --gpu-memory-utilization. Raises ValueError if the memory is too
-        small for the requested number, or for a single block.
+        small for the requested number, or for a block of each layer group.
         """
         num_asked = self._num_asked(memory.left(1.0), memory.describe())
         if num_asked is not None:
-            return num_asked
-        return size_pool(
+            return self._checked(num_asked)
+        num_blocks = size_pool(
             memory,
             utilization=self.config.gpu_memory_utilization,
             block_bytes=self.block_bytes,
             max_num_blocks=self.max_num_blocks,
             step=step,
         )
+        return self._checked(num_blocks)
 
     def describe_reduced(self) -> str | None:
         """Return a warning for the log if the KV cache is smaller than --kv-cache-memory allows, else None.
@@ -160,6 +163,16 @@ class PoolSize:
             f"--kv-cache-memory is {asked}, but the KV cache uses only {describe_memory(used)}: --max-num-seqs "
             f"{self.config.max_num_seqs} sequences of --max-model-len tokens need no more"
         )
+
+    def _checked(self, num_blocks: int) -> int:
+        """Return the number of KV cache blocks. Raises ValueError if there are fewer blocks than layer groups."""
+        if num_blocks < self.num_groups:
+            raise ValueError(
+                f"the KV cache would have {num_blocks} blocks of {describe_memory(self.block_bytes)}, but a sequence "
+                f"needs a block in each of the model's {self.num_groups} layer groups: raise --num-device-blocks or "
+                "--kv-cache-memory, or free memory"
+            )
+        return num_blocks
 
     def _num_asked(self, left: int, memory: str) -> int | None:
         """Return the number of KV cache blocks that an option requests, or None if no such option is set.
