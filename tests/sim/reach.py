@@ -260,8 +260,9 @@ class Reach:
             rows = [*dispatch.columns.rows, *(planned.row for planned in dispatch.rows)]
             is_partial = any(row.is_dropped for row in rows)
             count["a result has rows that no longer count"] += is_partial
-        if RowStatus.LATE in result.statuses:
-            self._see_late_rows(epoch, result)
+            is_expected = (result.epoch, result.step) == (epoch.epoch, dispatch.step)  # no other is accepted
+            if is_expected and RowStatus.LATE in result.statuses:
+                self._see_late_rows(epoch, result)
         if result.statuses:
             count["bad logits while moves are under way"] += bool(len(epoch.cache.moves))
             count["bad logits while another request is swapped"] += bool(self._simulation.scheduler.state.swapped)
