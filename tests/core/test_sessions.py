@@ -650,3 +650,26 @@ def test_windows_cost_no_hits(window, share):
     """Windows are not evicted before the blocks that are of no use without them."""
     of_window, of_all = num_computed_in_turn((0, window), share), num_computed_in_turn((0, 0), share)
     assert of_window <= 1.1 * of_all
+
+
+# Layer groups
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 32, 32)])
+def test_conversations_in_turn_keep_one_window_each(windows):
+    """Four conversations take turns. The pool has room for their tokens, and for a little more than a window of each in
+    each layer group: the window before an earlier end is of no more use."""
+    rng = seeded(5)
+    num_blocks = 130 if len(windows) > 1 else 64
+    system = agent(num_blocks=num_blocks, windows=windows, watermark=0.0)
+    system.join()
+    shared = rng.choices(range(96), k=40)
+    texts = [shared] * 4
+    for _ in range(4):
+        for i, text in enumerate(texts):
+            system.now += 1.0
+            prompt = [*text, *rng.choices(range(96), k=6)]
+            texts[i] = run_one(system, prompt, 6)
+            num_cached = system.ended[max(system.ended)].num_cached_tokens
+            is_first = i == 0 and text is shared
+            assert num_cached == (0 if is_first else (len(text) - (text is not shared)) // 4 * 4)
