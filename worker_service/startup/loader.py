@@ -118,8 +118,9 @@ def _load_worker(
     )
     shape = cache_shape(network, groups, block_size, cache_dtype, is_head_major=backend.is_head_major)
     windows = tuple(group.window for group in groups)
-    num_blocks = blocks_of_sequence(windows, max_model_len, block_size, config.max_num_batched_tokens)
-    sizes = PoolSize(config, shape.block_bytes, config.max_num_seqs * num_blocks, len(windows))
+    # Also for layer groups with windows: the prefix cache uses what the sequences leave.
+    max_num_blocks = config.max_num_seqs * len(windows) * -(-max_model_len // block_size)
+    sizes = PoolSize(config, shape.block_bytes, max_num_blocks, len(windows))
     check_memory(unloaded, sizes)
     log_formats(unloaded)
     if communicator.rank == 0:
