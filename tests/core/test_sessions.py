@@ -657,19 +657,17 @@ def test_windows_cost_no_hits(window, share):
 
 @pytest.mark.parametrize("windows", [(0,), (0, 32, 32)])
 def test_conversations_in_turn_keep_one_window_each(windows):
-    """Four conversations take turns. The pool has room for their tokens, and for a little more than a window of each in
-    each layer group: the window before an earlier end is of no more use."""
+    """Four conversations share a system prompt and take turns. The pool has room for their 58 blocks. With windows it
+    also has room for five windows in each layer group: of each conversation, and of the system prompt."""
     rng = seeded(5)
-    num_blocks = 130 if len(windows) > 1 else 64
-    system = agent(num_blocks=num_blocks, windows=windows, watermark=0.0)
+    system = agent(num_blocks=60 + 5 * 8 * (len(windows) - 1), windows=windows, watermark=0.0)
     system.join()
     shared = rng.choices(range(96), k=40)
-    texts = [shared] * 4
+    texts, num_known = [shared] * 4, 0  # tokens whose K and V are computed
     for _ in range(4):
         for i, text in enumerate(texts):
             system.now += 1.0
-            prompt = [*text, *rng.choices(range(96), k=6)]
-            texts[i] = run_one(system, prompt, 6)
-            num_cached = system.ended[max(system.ended)].num_cached_tokens
-            is_first = i == 0 and text is shared
-            assert num_cached == (0 if is_first else (len(text) - (text is not shared)) // 4 * 4)
+            texts[i] = run_one(system, [*text, *rng.choices(range(96), k=6)], 6)
+            num_known = min(num_known, len(shared)) if text is shared else len(text) - 1
+            assert system.ended[max(system.ended)].num_cached_tokens == num_known // 4 * 4
+            num_known = len(texts[i])
