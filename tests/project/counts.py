@@ -17,8 +17,8 @@ from testing.sources import PACKAGES, ROOT, module_name, parse, sources, walk
 # bound by its stated cost. Last raised for: Ollama's and llama-server's APIs (640), infilling (85), error texts that
 # name field, value and remedy (80), keys, templates, hosts and owners of ports (125), chats and status on terminals
 # (290), what people run without a new kind of memory (1,360): 27 more architectures, embedders that attend in both
-# directions, and the formats of their files, and layer groups (450).
-MAX_STATEMENTS = 38_535
+# directions, and the formats of their files, and layer groups (465).
+MAX_STATEMENTS = 38_550
 # A larger class should be split, except these, which have one purpose for their callers.
 MAX_METHODS = 20
 LARGE_CLASSES = {
