@@ -191,12 +191,6 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a sample starts whose request then outgrows the pool",
-        "_allocate_sample",
-        "cache.room.num_final_blocks(rows, sequence.allocation, starts) > cache.pool.num_blocks",
-        "False",
-    ),
-    mutant(
         "a demoted block becomes another layer group's content",
         "_record_copy",
         "self._index.add_host_copy(content, move.host_block)",

@@ -94,8 +94,7 @@ def prepare_model(
         listed = tied(listed)
     if quantization is not None:
         assert (communicator.size, checkpoint.formats) == (1, ()), "refused before"
-        unit = math.lcm(*(heads.head_dim for heads in network.layers))
-        checkpoint, listed = _quantize_all(listed, checkpoint, BITS[quantization], operations, unit)
+        checkpoint, listed = _quantize_all(listed, checkpoint, BITS[quantization], operations, network)
     if communicator.size == 1:
         listed = _share_embedding_rows(listed, checkpoint, operations)
     listed = tuple(fuse_updates(cut(listed, communicator.rank, communicator.size)))
@@ -175,7 +174,7 @@ def _share_embedding_rows(listed: OperationList, checkpoint: Tensors, operations
 
 
 def _quantize_all(
-    listed: OperationList, checkpoint: Tensors, bits: int, operations: Operations, unit: int
+    listed: OperationList, checkpoint: Tensors, bits: int, operations: Operations, network: Network
 ) -> tuple[QuantizingTensors, OperationList]:
     """Wrap a float checkpoint so that its linear weights are quantised to `bits` while they are read. The LM head and
     the embedding get 8 bits. Return the wrapped checkpoint and the operations adapted to it, in which no matrix is
@@ -184,6 +183,7 @@ def _quantize_all(
     by_name = {f"{module}.weight": bits for weight in found for module in weight.modules}
     by_name |= {f"{weight.name}.weight": 8 for weight in (head_of(listed), embedding_of(listed))}
     transposed = frozenset(f"{module}.weight" for weight in found if weight.is_transposed for module in weight.modules)
+    unit = math.lcm(*(heads.head_dim for heads in network.layers))
     tensors = QuantizingTensors(checkpoint, operations.quantize, by_name, transposed, unit)
     return tensors, rewrite(listed, {Projection: lambda projection: replace(projection, is_transposed=False)})
 

@@ -72,6 +72,11 @@ class Windows(NamedTuple):
         first = (num_blocks * self.block_size - window + 1) // self.block_size if window else 0
         return max(0, min(first, num_blocks - 1))
 
+    def reads(self, group: int, block: int, ends: Iterable[int]) -> bool:
+        """Return whether a sequence that starts after one of the given numbers of blocks reads a block in a layer
+        group. Blocks are counted from 0."""
+        return any(self.num_passed(group, end) <= block < end for end in ends)
+
     def num_usable(self, nodes: Sequence[Node], *, on_device: bool = False) -> int:
         """Return the length of the longest prefix of `nodes` with which a sequence can start. The spine must have all
         of its contents of these nodes. With `on_device`, only contents on the device count."""

@@ -1,7 +1,5 @@
 """Block tables: the allocation of both tiers' blocks to sequences, and their publication in the prefix index."""
 
-from collections.abc import Iterable
-
 from pagewire.common.wire.messages import WorkerCapacity
 from scheduler_service.core.cache.prefix_index import Cursor, Node, Root
 from scheduler_service.core.cache.room import Allocation, BlockTable, Match, Room
@@ -79,22 +77,9 @@ class CacheManager:
             table.blocks += [self._allocate() for _ in range(num_entries - len(nodes))]
         for content, block in blocks.items():
             self.moves.add(Move(step, block, content.host_block, False, content, allocation.free_list))
-        allocation.matched(len(nodes), self._branches(allocation, nodes))
+        allocation.matched(len(nodes), _branches(allocation, nodes, self.block_size))
         allocation.published(nodes[-1] if nodes else None, len(nodes))
         allocation.compute(len(nodes) * self.block_size)
-
-    def _branches(self, allocation: Allocation, nodes: tuple[Node, ...]) -> tuple[int, ...]:
-        """Return the numbers of blocks of a sequence after which later sequences will probably continue, in order.
-
-        They are the branches of the matched prefix, and the end of the prompt. If the sequence continues the whole of
-        an earlier sequence, the end of its prompt is left out, because the next sequence will probably do the same.
-        """
-        if allocation.tables[-1].is_spine:
-            return ()  # no layer group needs them
-        branches = [i for i, node in enumerate(nodes, 1) if len(node.children) > (i < len(nodes))]
-        if not nodes or len(nodes) in branches[-1:]:
-            branches.append(len(allocation.request.prompt_token_ids) // self.block_size)
-        return tuple(branches)
 
     def _share_match(self, allocation: Allocation, table: BlockTable, nodes: tuple[Node, ...]) -> None:
         """Begin a block table with the blocks of a prefix cache hit on the device. The other entries are 0.
@@ -252,14 +237,10 @@ class CacheManager:
         ends = allocation.branches
         first_spare = num_passed if table.is_spine else max(ends, default=0)
         for i in range(table.num_freed, num_passed):
-            is_spare = i >= first_spare or not (table.is_spine or self._is_read_at(table, i, ends))
+            is_spare = i >= first_spare or not (table.is_spine or self._windows.reads(table.group, i, ends))
             free(blocks[i], spare=is_spare, free_list=allocation.free_list)
             blocks[i] = 0
         table.freed(num_passed)
-
-    def _is_read_at(self, table: BlockTable, index: int, ends: Iterable[int]) -> bool:
-        """Return whether a sequence that starts after one of the given numbers of blocks reads block `index`."""
-        return any(self._windows.num_passed(table.group, end) <= index < end for end in ends)
 
     def publish(self, allocation: Allocation, num_positions: int) -> None:
         """Add the full blocks of a sequence's first `num_positions` positions to the prefix index, so that other
@@ -307,7 +288,7 @@ class CacheManager:
             for content in node.later:
                 table = allocation.tables[content.group]
                 is_passed = not content.is_spine and i < table.num_freed
-                if is_passed and content.blocks and self._is_read_at(table, i, ends):
+                if is_passed and content.blocks and self._windows.reads(table.group, i, ends):
                     table.blocks[i] = content.blocks[0]
                     self.pool.share(content.blocks[0])
             node = node.parent
@@ -321,3 +302,17 @@ class CacheManager:
         node = self.index.find(allocation.root, allocation.token_ids, allocation.num_matched_blocks)
         if node is not None:
             self.tiers.unpublish(node)
+
+
+def _branches(allocation: Allocation, nodes: tuple[Node, ...], block_size: int) -> tuple[int, ...]:
+    """Return the numbers of blocks of a sequence after which later sequences will probably continue, in order.
+
+    They are the branches of the matched prefix, and the end of the prompt. If the sequence continues the whole of
+    an earlier sequence, the end of its prompt is left out, because the next sequence will probably do the same.
+    """
+    if allocation.tables[-1].is_spine:
+        return ()  # no layer group needs them
+    branches = [i for i, node in enumerate(nodes, 1) if len(node.children) > (i < len(nodes))]
+    if not nodes or len(nodes) in branches[-1:]:
+        branches.append(len(allocation.request.prompt_token_ids) // block_size)
+    return tuple(branches)
