@@ -11,7 +11,7 @@
    same number of tokens, of which the conversations occupy 25 %, 50 % or 90 %.
 
 The core runs with a worker that computes nothing. The worker processes compute small models with the attention of the
-real ones. The raw numbers are written to bench/results/windows.json.
+real ones. The raw numbers are written to bench/results/windows.json, or with `--only` to a file of the part.
 """
 
 import argparse
