@@ -4,7 +4,7 @@ import random
 from dataclasses import fields
 from typing import get_args
 
-from pagewire.common.wire.messages import WorkerCapacity
+from pagewire.common.wire.messages import LayerGroup, WorkerCapacity
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.api.grpc.report import decode_stats, encode_loads, encode_report, encode_worker
 from scheduler_service.core.request import BlockHolder, RequestReport, SchedulerStats
@@ -70,9 +70,10 @@ def test_a_report_is_told_in_full() -> None:
 
 
 def test_a_worker_is_told_in_full() -> None:
-    record = values(WorkerCapacity, random.Random(3))
+    groups = (LayerGroup(9, 2), LayerGroup(5, 4))
+    record = values(WorkerCapacity, random.Random(3)) | {"layer_groups": groups}
     info = encode_worker(WorkerCapacity(**record), 7)
     assert {field.name for field, _ in info.ListFields()} == names(pb.WorkerInfo)
-    assert info.epoch == 7
-    for name in names(pb.WorkerInfo) - {"epoch"}:
+    assert (info.epoch, info.sliding_window, list(info.layer_group_windows)) == (7, 9, [9, 5])
+    for name in names(pb.WorkerInfo) - {"epoch", "sliding_window", "layer_group_windows"}:
         assert getattr(info, name) == record[name]

@@ -7,7 +7,14 @@ from typing import Any, get_args
 
 import pytest
 
-from pagewire.common.wire.messages import PHASES, StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
+from pagewire.common.wire.messages import (
+    PHASES,
+    LayerGroup,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+    WorkerProtocolError,
+)
 from pagewire.common.wire.worker_wire import (
     FromScheduler,
     Response,
@@ -45,12 +52,26 @@ def test_messages_of_the_scheduler_survive_encoding(data_type: type, seed: int) 
     assert to_worker(said) == said
 
 
+def _by_reach(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
+    """Return the layer groups in the order in which a worker reports them. There is at least one."""
+    return tuple(sorted(groups, key=lambda group: -(group.sliding_window or math.inf))) or (LayerGroup(),)
+
+
+@pytest.mark.parametrize("groups", [(), (LayerGroup(8), LayerGroup()), (LayerGroup(8), LayerGroup(9))])
+def test_layer_groups_are_ordered_by_reach(groups: tuple[LayerGroup, ...]) -> None:
+    ready = WorkerCapacity("w", b"d", 1, 1, 1, 1, 1, 1, 1, "", "", "", layer_groups=groups)
+    with pytest.raises(WorkerProtocolError, match="invalid layer_groups"):
+        to_scheduler(ready)
+
+
 @seeds
 @pytest.mark.parametrize("data_type", get_args(Response))
 def test_messages_of_the_worker_survive_encoding(data_type: type, seed: int) -> None:
     said = drawn(data_type, seed)
-    if isinstance(said, WorkerCapacity) and not said.swap_bandwidth:
-        said = replace(said, num_host_blocks=0)  # host blocks require a bandwidth
+    if isinstance(said, WorkerCapacity):
+        said = replace(said, layer_groups=_by_reach(said.layer_groups))
+        if not said.swap_bandwidth:
+            said = replace(said, num_host_blocks=0)  # host blocks require a bandwidth
     assert to_scheduler(said) == said
 
 

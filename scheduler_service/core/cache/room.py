@@ -349,6 +349,11 @@ class Room:
             for group, num_passed in enumerate(passed)
         ]
 
+    def forked_blocks(self, relative: Allocation, num_tokens: int) -> list[list[int]]:
+        """Return the device blocks of the first `num_tokens` positions of a sample in each layer group, without a block
+        that is only partly covered. An entry is 0 if the window has passed the block."""
+        return [table.blocks[: num_tokens // self.block_size] for table in relative.tables]
+
     def num_final_blocks(self, rows: Sequence[Allocation], sample: Allocation, starts: Sequence[list[int]]) -> int:
         """Return how many KV cache blocks the running samples of a request (`rows`) and one more may need at the same
         time until they end. A block that several samples share is counted once.

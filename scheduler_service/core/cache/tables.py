@@ -261,7 +261,7 @@ class CacheManager:
                 block = tables[content.group].blocks[i]
                 if block and index.contents[block] is None:
                     index.add_copy(content, block)
-        allocation.last_node, allocation.num_published_blocks = node, num_full
+        allocation.published(node, num_full)
 
     def release(self, allocation: Allocation) -> None:
         """Release all KV cache blocks of a sequence, on the device and on the host. Until a block is reused, other
