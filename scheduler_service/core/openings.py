@@ -77,7 +77,7 @@ class RowAllocator:
             relative, num_blocks = None, cache.room.num_opening_blocks(sequence.allocation, match)
             starts = cache.room.matched_blocks(match)
         else:
-            starts = cache.room.forked_blocks(relative.allocation, num_forked)
+            starts = relative.allocation.first_blocks(num_forked // cache.block_size)
             num_blocks = sum(cache.room.num_fork_blocks(sequence.allocation, relative.allocation, num_forked))
         is_alone = worker.rows.num_open == len(group.open_rows) and not self._state.loading
         is_alone = is_alone or (builder.is_empty and worker.is_idle)

@@ -113,6 +113,10 @@ class Allocation:
         block was freed because the sliding window has passed it."""
         return table.blocks[: -(-self.num_computed_tokens // block_size)]
 
+    def first_blocks(self, num_blocks: int) -> list[list[int]]:
+        """Return the first `num_blocks` entries of the sequence's block table in each layer group."""
+        return [table.blocks[:num_blocks] for table in self.tables]
+
     def depends_on(self, other: "Allocation", block_size: int) -> bool:
         """Return whether this sequence uses KV cache content that another sequence wrote. `other` is the allocation of
         that sequence.
@@ -348,11 +352,6 @@ class Room:
             [0] * num_passed + [node.contents[group].blocks[0] for node in match.nodes[num_passed:]]
             for group, num_passed in enumerate(passed)
         ]
-
-    def forked_blocks(self, relative: Allocation, num_tokens: int) -> list[list[int]]:
-        """Return the device blocks of the first `num_tokens` positions of a sample in each layer group, without a block
-        that is only partly covered. An entry is 0 if the window has passed the block."""
-        return [table.blocks[: num_tokens // self.block_size] for table in relative.tables]
 
     def num_final_blocks(self, rows: Sequence[Allocation], sample: Allocation, starts: Sequence[list[int]]) -> int:
         """Return how many KV cache blocks the running samples of a request (`rows`) and one more may need at the same
