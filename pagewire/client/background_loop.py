@@ -24,6 +24,8 @@ Result = TypeVar("Result")
 # The number of unread items at which the generator on the loop pauses. It continues when half of the items have been
 # read.
 MAX_READ_AHEAD = 64
+# A signal that arrives just before a wait begins does not interrupt it, and its handler runs only after the wait.
+_MAX_WAIT_S = 0.5
 
 # The task that keeps the loop running, or None while this process has no loop.
 _current: asyncio.Task[None] | None = None
@@ -90,7 +92,10 @@ def iterate(items: AsyncGenerator[Item, None]) -> Generator[Item, None, None]:
     try:
         _call(background, lambda: tasks.append(asyncio.ensure_future(read())))
         while background is _current:
-            taken = inbox.get()
+            try:
+                taken = inbox.get(timeout=_MAX_WAIT_S)
+            except queue.Empty:
+                continue
             if taken is None:
                 return
             if isinstance(taken, BaseException):

@@ -1,15 +1,17 @@
 """Blocking calls of the client can be interrupted by Ctrl-C at any point, and the client stays usable."""
 
+import asyncio
 import contextlib
 import itertools
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 import grpc
 import pytest
 
 from pagewire import Client, SamplingParams
+from pagewire.client import background_loop
 from pagewire.client.errors import Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.seeds import seeded
@@ -52,6 +54,27 @@ def test_a_client_goes_on_after_any_interrupt() -> None:
         scheduler.script = scripted_scheduler.tell_story
         told = client.complete("Once upon a time", SamplingParams(), timeout=TIMEOUT_S)
     assert told.outputs[0].text == "".join(scripted_scheduler.WORDS)
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_a_signal_that_does_not_wake_the_call_ends_it() -> None:
+    """Another thread receives the signal, so that it does not interrupt the main thread's wait, as if it had arrived
+    just before the wait."""
+
+    async def nothing() -> AsyncGenerator[int, None]:
+        waiting.set()
+        await asyncio.Event().wait()
+        yield 0
+
+    def receive() -> None:
+        waiting.wait()
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    waiting, receiver = threading.Event(), threading.Thread(target=receive)
+    receiver.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(background_loop.iterate(nothing()))
+    receiver.join()
 
 
 @pytest.mark.parametrize("in_main_thread", [True, False])
