@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.common.wire.messages import StepPlan, StepResult
-from testing.plans import PlannedStep, Row, num_blocks_needed, plan_steps
+from testing.plans import PlannedStep, Row, num_blocks_needed, plan_for
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
 from worker_service.startup.loader import load_worker
@@ -60,7 +60,6 @@ class Worker:
         needed = max(num_blocks_needed(rows, config.choose_block_size()) for rows in self._rows.values())
         self.further_blocks = range(needed + 1, needed + 1 + num_further_blocks)
         self.loaded: LoadedWorker = load_worker(replace(config, num_device_blocks=needed + num_further_blocks), "bench")
-        self._block_size = config.choose_block_size()
         self._epoch = 0
 
     def begin(self) -> int:
@@ -72,8 +71,8 @@ class Worker:
     def plans(self, load: DecodeLoad) -> list[PlannedStep]:
         """Return the plans of an epoch, beginning with the first prompt. The last `num_steps` plans are the ones to
         time."""
-        rows = [replace(row, blocks=[]) for row in self._rows[load]]
-        steps = plan_steps(rows, block_size=self._block_size, max_num_batched_tokens=self._budget, epoch=self._epoch)
+        rows = [replace(row, tables=[]) for row in self._rows[load]]
+        steps = plan_for(self.loaded.ready, rows, self._budget, epoch=self._epoch)
         full = [index for index, step in enumerate(steps) if len(step.sampling_slots) == load.num_rows]
         return steps[: full[-1] + 1] if load.num_steps else steps
 

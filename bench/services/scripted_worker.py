@@ -75,6 +75,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             dtype="none",
             attention_backend="scripted",
             tensor_parallel_size=1,
+            layer_groups=[worker_pb2.LayerGroup()],
         )
 
     async def Execute(self, requests: object, context: grpc.aio.ServicerContext) -> None:

@@ -126,7 +126,7 @@ def _make_bench(
 def compile_cases() -> Iterator[CompileCase]:
     tables = {"tables": gathering._Tables(strided("i32", 2), strided("i32", 3))}
     rows = dict.fromkeys(("slots", "lengths", "row_slots"), "*i32")
-    names = ("mapping_stride", "num_tokens", "num_tiles", "num_rows", "num_blocks", "num_pieces")
+    names = ("num_tokens", "num_rows", "num_blocks")
     gathered = GatheredTokens("*i64", "*i64", "*i64", "*i32")
     tiles = {"TILE_TOKENS": gathering._TILE_TOKENS, "TILE_BLOCKS": gathering._TILE_BLOCKS}
     for num_layer_groups in (1, 7):

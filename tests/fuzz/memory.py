@@ -52,7 +52,8 @@ class CacheShape:
         it reads and writes in one step.
         """
         num_tokens = request.num_prompt + num_output
-        num_shared = request.num_prompt // self.block_size if request.num_rows > 1 else 0
+        # Beams may share nothing if a window has passed the prompt.
+        num_shared = request.num_prompt // self.block_size if request.num_rows > 1 and not any(self.windows) else 0
         num_copies = int(request.num_rows > 1)  # a beam may need one more block for a copy
         num_own = -(-num_tokens // self.block_size) - num_shared + num_copies
         total = 0

@@ -48,8 +48,7 @@ KERNELS = {
     },
     gathering._gather_tokens_kernel: {
         **{name: (name, TENSORS) for name in ("slots", "lengths", "row_slots")},
-        **{name: (name, NUMBERS) for name in ("mapping_stride", "num_tokens", "num_tiles")},
-        **{name: (name, NUMBERS) for name in ("num_rows", "num_blocks", "num_pieces")},
+        **{name: (name, NUMBERS) for name in ("num_tokens", "num_rows", "num_blocks")},
     },
     gathering._gather_columns_kernel: {
         "slots": ("slots", TENSORS),
