@@ -75,17 +75,20 @@ class RowAllocator:
         num_forked = 0 if relative is None else worker.num_forked_tokens(sequence, relative)
         if relative is None or num_forked <= len(match.nodes) * cache.block_size:
             relative, num_blocks = None, cache.room.num_opening_blocks(sequence.allocation, match)
-            starts = cache.room.matched_blocks(match)
         else:
-            starts = relative.allocation.first_blocks(num_forked // cache.block_size)
             num_blocks = sum(cache.room.num_fork_blocks(sequence.allocation, relative.allocation, num_forked))
         is_alone = worker.rows.num_open == len(group.open_rows) and not self._state.loading
         is_alone = is_alone or (builder.is_empty and worker.is_idle)
         if not cache.room.can_allocate(num_blocks, alone=is_alone):
             return False
-        rows = [row.allocation for row in group.open_rows]
-        if cache.room.num_final_blocks(rows, sequence.allocation, starts) > cache.pool.num_blocks:
-            return False  # it shares too little with the others, and starts when one of them has ended
+        if cache.room.is_mixed:
+            rows = [row.allocation for row in group.open_rows]
+            num_full = num_forked // cache.block_size
+            starts = (
+                cache.room.matched_blocks(match) if relative is None else relative.allocation.first_blocks(num_full)
+            )
+            if cache.room.num_final_blocks(rows, sequence.allocation, starts) > cache.pool.num_blocks:
+                return False  # it shares too little with the others, and starts when one of them has ended
         if relative is not None:
             builder.copies.extend(cache.fork(sequence.allocation, relative.allocation, num_forked))
         else:

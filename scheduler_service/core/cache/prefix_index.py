@@ -96,7 +96,7 @@ class Windows(NamedTuple):
         nodes if none does."""
         num_blocks = len(nodes)
         for i in range(num_blocks - 1, self.num_passed(group, num_blocks) - 1, -1):
-            content = nodes[i].contents[group]
+            content = nodes[i].content(group)
             if not (content.blocks or (content.host_block and not on_device)):
                 return i
         return num_blocks
@@ -248,6 +248,15 @@ class Node:
     def contents(self) -> tuple[BlockContent, ...]:
         """Return the content of the node in each layer group."""
         return (self, *self.later)
+
+    def content(self, group: int) -> BlockContent:
+        """Return the content of the node in a layer group."""
+        return self.later[group - 1] if group else self
+
+    @property
+    def is_spine_on_device(self) -> bool:
+        """Return whether the spine has its contents on the device."""
+        return bool(self.blocks) and not any(content.is_spine and not content.blocks for content in self.later)
 
     @property
     def is_cached(self) -> bool:

@@ -221,6 +221,9 @@ class Room:
         self.pool = pool
         self._sliding = [window for window in capacity.windows if window]
         self._num_full = len(capacity.windows) - len(self._sliding)  # layer groups without a window
+        # Only if some layer groups have windows and some have none, samples may share less of their prompt than
+        # `max_request_blocks` counts.
+        self.is_mixed = 0 < self._num_full < len(capacity.windows)
         self._num_step_tokens = num_step_tokens
         self._num_watermark_blocks = int(watermark * capacity.num_device_blocks)
 
@@ -330,7 +333,7 @@ class Room:
         total = 0
         for table in allocation.tables:
             num_passed = self.windows.num_passed(table.group, len(match.nodes))
-            copies = [node.contents[table.group].blocks for node in match.nodes[num_passed:]]
+            copies = [node.content(table.group).blocks for node in match.nodes[num_passed:]]
             num_used = sum(self.pool.ref_count(blocks[0]) > 0 for blocks in copies if blocks)
             total += self.num_opening_entries(allocation, table, num_passed) - num_passed - num_used
         return total
@@ -349,14 +352,13 @@ class Room:
         the block."""
         passed = [self.windows.num_passed(group, len(match.nodes)) for group in range(len(self.windows.of_groups))]
         return [
-            [0] * num_passed + [node.contents[group].blocks[0] for node in match.nodes[num_passed:]]
+            [0] * num_passed + [node.content(group).blocks[0] for node in match.nodes[num_passed:]]
             for group, num_passed in enumerate(passed)
         ]
 
     def num_final_blocks(self, rows: Sequence[Allocation], sample: Allocation, starts: Sequence[list[int]]) -> int:
         """Return how many KV cache blocks the running samples of a request (`rows`) and one more may need at the same
         time until they end. A block that several samples share is counted once.
-
         `starts` has the blocks with which the new sample starts in each layer group, and 0 for each block that the
         window has passed.
         """

@@ -44,8 +44,7 @@ class CacheManager:
             chain = self.index.match(
                 allocation.root, allocation.token_ids, (len(allocation.token_ids) - 1) // self.block_size
             )
-        windows, spine = self._windows, slice(self._windows.num_spine)
-        is_on_device = [all(content.blocks for content in node.contents[spine]) for node in chain]
+        windows, is_on_device = self._windows, [node.is_spine_on_device for node in chain]
         num_device = (*is_on_device, False).index(False)
         num_spine = (*is_on_device[num_device:], True).index(True) + num_device
         nodes = tuple(chain[: windows.num_usable(chain[:num_spine])])
@@ -53,7 +52,7 @@ class CacheManager:
             content
             for group in range(len(windows.of_groups))
             for node in nodes[windows.num_passed(group, len(nodes)) :]
-            if not (content := node.contents[group]).blocks
+            if not (content := node.content(group)).blocks
         )
         if not loads:
             return Match(nodes, len(nodes))
@@ -72,7 +71,7 @@ class CacheManager:
         blocks = {content: self._allocate() for content in match.loads}  # only now: an allocation evicts idle blocks
         for table in allocation.tables:
             for i in range(table.num_freed, len(nodes)):
-                table.blocks[i] = table.blocks[i] or blocks[nodes[i].contents[table.group]]
+                table.blocks[i] = table.blocks[i] or blocks[nodes[i].content(table.group)]
             num_entries = self.room.num_opening_entries(allocation, table, table.num_freed)
             table.blocks += [self._allocate() for _ in range(num_entries - len(nodes))]
         for content, block in blocks.items():
@@ -88,14 +87,14 @@ class CacheManager:
         used.
         """
         for node in nodes:
-            blocks = node.contents[table.group].blocks
+            blocks = node.content(table.group).blocks
             is_read = len(table.blocks) >= table.num_freed
             if blocks and (is_read or table.is_spine):
                 self.pool.share(blocks[0])
             table.blocks.append(blocks[0] if blocks and is_read else 0)
         if table.is_spine:
             for node in nodes[: table.num_freed]:
-                for block in node.contents[table.group].blocks[:1]:
+                for block in node.content(table.group).blocks[:1]:
                     self.tiers.device.free(block, free_list=allocation.free_list)
 
     def fork(self, allocation: Allocation, relative: Allocation, num_tokens: int) -> list[tuple[int, int]]:
@@ -208,7 +207,7 @@ class CacheManager:
             most = allocation.num_published_blocks - 1
         for table in allocation.tables:
             if table.window:
-                num_passed = min(most, (position - table.window + 1) // self.block_size)
+                num_passed = min(most, self.room.first_needed_block(table.window, position))
                 if num_passed > table.num_freed:
                     self._free_passed(allocation, table, num_passed)
 

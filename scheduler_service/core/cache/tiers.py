@@ -367,8 +367,8 @@ class Tiers:
         contents: list[BlockContent] = []
         node = last.node
         most = last.node.depth - num_passed
-        while node.parent is not None and len(contents) < most and not node.contents[last.group].blocks:
-            content = node.contents[last.group]
+        while node.parent is not None and len(contents) < most and not node.content(last.group).blocks:
+            content = node.content(last.group)
             if content.is_moving or not content.host_block:
                 return []
             contents.append(content)
