@@ -359,6 +359,7 @@ class Room:
     def num_final_blocks(self, rows: Sequence[Allocation], sample: Allocation, starts: Sequence[list[int]]) -> int:
         """Return how many KV cache blocks the running samples of a request (`rows`) and one more may need at the same
         time until they end. A block that several samples share is counted once.
+
         `starts` has the blocks with which the new sample starts in each layer group, and 0 for each block that the
         window has passed.
         """
