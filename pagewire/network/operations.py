@@ -424,6 +424,66 @@ class AttendPaged:
 
 
 @dataclass(frozen=True, slots=True)
+class Convolve:
+    """The operation of a causal convolution over the tokens of a sequence, with a kernel of its own for each channel:
+    y[t] = sum over j of weight[j] * x[t - kernel_size + 1 + j] + bias, in the order of j. Inputs of positions below 0
+    are 0. The last kernel_size - 1 inputs of a sequence are in its state.
+
+    If `is_gated`, the input has three parts B, C and x of equal width, and the output is C * y, where the inputs of the
+    convolution are B * x (LFM2, Liquid AI, 2025, https://arxiv.org/abs/2511.23404). Otherwise the output is silu(y)."""
+
+    input: str  # [T, width], or [T, 3 * width] if `is_gated`
+    output: str  # [T, width]
+    weight: Vector  # width * kernel_size values: the kernel of each channel, one after another
+    kernel_size: int
+    bias: Vector | None = None
+    is_gated: bool = False
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """The shape of the state: the last inputs of each channel, the earliest first."""
+        return self.weight.num_elements // self.kernel_size, self.kernel_size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """The operation of the gated delta rule (Yang et al., "Gated Delta Networks", 2024,
+    https://arxiv.org/abs/2412.06464), computed token by token in float32. The input has the queries and keys of all key
+    heads, then the values of all heads. `gate` has a number b, then a number a for each head. Value head h uses key
+    head h // (num_heads / num_key_heads). With the state S [key_dim, value_dim] of a head, and q and k divided by
+    sqrt(sum of squares + 1e-6), and q by sqrt(key_dim):
+
+        S = exp(decay * softplus(a + bias)) * S;  d = sigmoid(b) * (v - S^T k);  S = S + k d^T;  output = S^T q
+    """
+
+    input: str  # [T, 2 * num_key_heads * key_dim + num_heads * value_dim]
+    gate: str  # [T, 2 * num_heads]
+    output: str  # [T, num_heads * value_dim]
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    decay: Vector  # [num_heads] float32, negative
+    bias: Vector  # [num_heads] float32
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of the state: the matrix of each head."""
+        return self.num_heads, self.key_dim, self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class NormalizeGated:
+    """The operation of a gated RMS norm of each head: output = head / rms(head) * weight * silu(gate)."""
+
+    input: str
+    gate: str  # of the input's width
+    output: str
+    weight: Vector  # [head_dim]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class LmHead:
     """The operation that computes the logits from the final hidden states. It multiplies the input by the projection
     `head` and by `factor`. With a softcap, logits are bounded to softcap * tanh(logit / softcap)."""
@@ -456,6 +516,9 @@ Operation: TypeAlias = (
     | Clip
     | QkNormRopeStore
     | AttendPaged
+    | Convolve
+    | DeltaRule
+    | NormalizeGated
     | LmHead
     | AllReduce
 )
@@ -512,6 +575,16 @@ def last_uses(operations: OperationList) -> list[tuple[str, ...]]:
         released.append(tuple(sorted(read - needed)))
         needed = (needed - written) | read
     return released[::-1]
+
+
+def state_shapes(operations: OperationList) -> dict[int, tuple[int, ...]]:
+    """Return the shape of the state of each operation that has one, by the operation's index in the list. The state of
+    a sequence contains them one after another, in float32."""
+    return {
+        index: operation.state_shape
+        for index, operation in enumerate(operations)
+        if isinstance(operation, Convolve | DeltaRule)
+    }
 
 
 def num_elements(operations: OperationList) -> int:

@@ -12,7 +12,9 @@ from itertools import accumulate
 from typing import Any
 
 # Incremented with every change of the protocol's meaning. Both sides must use the same version.
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
+# Moves name state i as block FIRST_STATE_ID + i, on the device and on the host.
+FIRST_STATE_ID = 1 << 31
 
 
 class WorkerProtocolError(Exception):
@@ -128,6 +130,10 @@ class RowOpening:
     traceparent: str = ""
     grammar_id: int = 0  # 0: the output is not constrained
     table_lengths: tuple[int, ...] = ()  # one per layer group; empty: a single group
+    # Of a model with states: the device state with which the row starts (0: zeros), and the states that it writes. A
+    # row whose last position may be computed again writes two in turn.
+    read_state: int = 0
+    own_states: tuple[int, ...] = ()
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
@@ -169,6 +175,15 @@ class StepPlan:
     set_block_tables: tuple[int, ...] = _column("set_blocks")
     set_block_indexes: tuple[int, ...] = _column("set_blocks")
     set_block_ids: tuple[int, ...] = _column("set_blocks")
+    # The row in slot set_state_slots[i], which a fork has just created, writes these states in turn.
+    set_state_slots: tuple[int, ...] = _column("set_states")
+    set_state_firsts: tuple[int, ...] = _column("set_states")
+    set_state_seconds: tuple[int, ...] = _column("set_states")
+    # The state of row save_slots[i] after its first save_positions[i] tokens is also written to device state
+    # save_states[i] while the step passes this position. Rows in later plans may read it.
+    save_slots: tuple[int, ...] = _column("saves")
+    save_positions: tuple[int, ...] = _column("saves")
+    save_states: tuple[int, ...] = _column("saves")
     append_token_slots: tuple[int, ...] = _column("appended_tokens")
     append_token_ids: tuple[int, ...] = _column("appended_tokens")
     work_slots: tuple[int, ...] = _column("patches_of_work")
@@ -348,6 +363,11 @@ class WorkerCapacity:
     is_bidirectional: bool = False  # tokens attend to later tokens, too: prompts are computed whole, and never cached
     # At least one group. The group with the longest reach comes first.
     layer_groups: tuple[LayerGroup, ...] = field(default=(LayerGroup(),), metadata={"is_legal": _are_ordered})
+    # Of a model whose sequences have a state besides K and V. States are numbered from 1 in each tier.
+    num_device_states: int = 0  # 0: the model has no states
+    num_host_states: int = 0
+    state_bytes: int = 0
+    num_state_layers: int = 0
 
     @property
     def windows(self) -> tuple[int, ...]:

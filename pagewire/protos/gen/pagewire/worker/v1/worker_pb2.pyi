@@ -89,7 +89,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pipeline_depth: _Optional[int] = ...) -> None: ...
 
 class WorkerCapacity(_message.Message):
-    __slots__ = ("worker_id", "model_digest", "vocab_size", "max_model_len", "block_size", "num_device_blocks", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "attention_backend", "num_host_blocks", "swap_bandwidth", "tensor_parallel_rank", "tensor_parallel_size", "quantization", "grammar_version", "gates_grammars", "tables_digest", "weight_format", "weight_bytes", "is_bidirectional", "layer_groups")
+    __slots__ = ("worker_id", "model_digest", "vocab_size", "max_model_len", "block_size", "num_device_blocks", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "attention_backend", "num_host_blocks", "swap_bandwidth", "tensor_parallel_rank", "tensor_parallel_size", "quantization", "grammar_version", "gates_grammars", "tables_digest", "weight_format", "weight_bytes", "is_bidirectional", "layer_groups", "num_device_states", "num_host_states", "state_bytes", "num_state_layers")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,10 @@ class WorkerCapacity(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     IS_BIDIRECTIONAL_FIELD_NUMBER: _ClassVar[int]
     LAYER_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICE_STATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_STATES_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model_digest: bytes
     vocab_size: int
@@ -138,7 +142,11 @@ class WorkerCapacity(_message.Message):
     weight_bytes: int
     is_bidirectional: bool
     layer_groups: _containers.RepeatedCompositeFieldContainer[LayerGroup]
-    def __init__(self, worker_id: _Optional[str] = ..., model_digest: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., tensor_parallel_rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., quantization: _Optional[str] = ..., grammar_version: _Optional[str] = ..., gates_grammars: bool = ..., tables_digest: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., is_bidirectional: bool = ..., layer_groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ...) -> None: ...
+    num_device_states: int
+    num_host_states: int
+    state_bytes: int
+    num_state_layers: int
+    def __init__(self, worker_id: _Optional[str] = ..., model_digest: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., tensor_parallel_rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., quantization: _Optional[str] = ..., grammar_version: _Optional[str] = ..., gates_grammars: bool = ..., tables_digest: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., is_bidirectional: bool = ..., layer_groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., num_device_states: _Optional[int] = ..., num_host_states: _Optional[int] = ..., state_bytes: _Optional[int] = ..., num_state_layers: _Optional[int] = ...) -> None: ...
 
 class LayerGroup(_message.Message):
     __slots__ = ("sliding_window", "num_layers")
@@ -177,7 +185,7 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[_Union[Refusal.Reason, str]] = ..., epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("epoch", "step", "released_slots", "swap_out_device_blocks", "swap_out_host_blocks", "swap_in_host_blocks", "swap_in_device_blocks", "openings", "append_tables", "append_block_ids", "work_slots", "work_num_tokens", "copy_source_blocks", "copy_target_blocks", "fork_source_slots", "fork_target_slots", "set_block_tables", "set_block_indexes", "set_block_ids", "append_token_slots", "append_token_ids", "added_grammars", "released_grammar_ids")
+    __slots__ = ("epoch", "step", "released_slots", "swap_out_device_blocks", "swap_out_host_blocks", "swap_in_host_blocks", "swap_in_device_blocks", "openings", "append_tables", "append_block_ids", "work_slots", "work_num_tokens", "copy_source_blocks", "copy_target_blocks", "fork_source_slots", "fork_target_slots", "set_block_tables", "set_block_indexes", "set_block_ids", "append_token_slots", "append_token_ids", "added_grammars", "released_grammar_ids", "set_state_slots", "set_state_firsts", "set_state_seconds", "save_slots", "save_positions", "save_states")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +209,12 @@ class StepPlan(_message.Message):
     APPEND_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ADDED_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     RELEASED_GRAMMAR_IDS_FIELD_NUMBER: _ClassVar[int]
+    SET_STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SET_STATE_FIRSTS_FIELD_NUMBER: _ClassVar[int]
+    SET_STATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SAVE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SAVE_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    SAVE_STATES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     released_slots: _containers.RepeatedScalarFieldContainer[int]
@@ -224,7 +238,13 @@ class StepPlan(_message.Message):
     append_token_ids: _containers.RepeatedScalarFieldContainer[int]
     added_grammars: _containers.RepeatedCompositeFieldContainer[AddedGrammar]
     released_grammar_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., released_slots: _Optional[_Iterable[int]] = ..., swap_out_device_blocks: _Optional[_Iterable[int]] = ..., swap_out_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_device_blocks: _Optional[_Iterable[int]] = ..., openings: _Optional[_Iterable[_Union[RowOpening, _Mapping]]] = ..., append_tables: _Optional[_Iterable[int]] = ..., append_block_ids: _Optional[_Iterable[int]] = ..., work_slots: _Optional[_Iterable[int]] = ..., work_num_tokens: _Optional[_Iterable[int]] = ..., copy_source_blocks: _Optional[_Iterable[int]] = ..., copy_target_blocks: _Optional[_Iterable[int]] = ..., fork_source_slots: _Optional[_Iterable[int]] = ..., fork_target_slots: _Optional[_Iterable[int]] = ..., set_block_tables: _Optional[_Iterable[int]] = ..., set_block_indexes: _Optional[_Iterable[int]] = ..., set_block_ids: _Optional[_Iterable[int]] = ..., append_token_slots: _Optional[_Iterable[int]] = ..., append_token_ids: _Optional[_Iterable[int]] = ..., added_grammars: _Optional[_Iterable[_Union[AddedGrammar, _Mapping]]] = ..., released_grammar_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    set_state_slots: _containers.RepeatedScalarFieldContainer[int]
+    set_state_firsts: _containers.RepeatedScalarFieldContainer[int]
+    set_state_seconds: _containers.RepeatedScalarFieldContainer[int]
+    save_slots: _containers.RepeatedScalarFieldContainer[int]
+    save_positions: _containers.RepeatedScalarFieldContainer[int]
+    save_states: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., released_slots: _Optional[_Iterable[int]] = ..., swap_out_device_blocks: _Optional[_Iterable[int]] = ..., swap_out_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_device_blocks: _Optional[_Iterable[int]] = ..., openings: _Optional[_Iterable[_Union[RowOpening, _Mapping]]] = ..., append_tables: _Optional[_Iterable[int]] = ..., append_block_ids: _Optional[_Iterable[int]] = ..., work_slots: _Optional[_Iterable[int]] = ..., work_num_tokens: _Optional[_Iterable[int]] = ..., copy_source_blocks: _Optional[_Iterable[int]] = ..., copy_target_blocks: _Optional[_Iterable[int]] = ..., fork_source_slots: _Optional[_Iterable[int]] = ..., fork_target_slots: _Optional[_Iterable[int]] = ..., set_block_tables: _Optional[_Iterable[int]] = ..., set_block_indexes: _Optional[_Iterable[int]] = ..., set_block_ids: _Optional[_Iterable[int]] = ..., append_token_slots: _Optional[_Iterable[int]] = ..., append_token_ids: _Optional[_Iterable[int]] = ..., added_grammars: _Optional[_Iterable[_Union[AddedGrammar, _Mapping]]] = ..., released_grammar_ids: _Optional[_Iterable[int]] = ..., set_state_slots: _Optional[_Iterable[int]] = ..., set_state_firsts: _Optional[_Iterable[int]] = ..., set_state_seconds: _Optional[_Iterable[int]] = ..., save_slots: _Optional[_Iterable[int]] = ..., save_positions: _Optional[_Iterable[int]] = ..., save_states: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AddedGrammar(_message.Message):
     __slots__ = ("grammar_id", "kind", "text", "end_token_ids")
@@ -249,7 +269,7 @@ class GrammarReport(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., grammar_id: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class RowOpening(_message.Message):
-    __slots__ = ("slot", "sequence_id", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "seed", "sample_index", "traceparent", "grammar_id", "table_lengths")
+    __slots__ = ("slot", "sequence_id", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "seed", "sample_index", "traceparent", "grammar_id", "table_lengths", "read_state", "own_states")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +282,8 @@ class RowOpening(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    READ_STATE_FIELD_NUMBER: _ClassVar[int]
+    OWN_STATES_FIELD_NUMBER: _ClassVar[int]
     slot: int
     sequence_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -274,7 +296,9 @@ class RowOpening(_message.Message):
     traceparent: str
     grammar_id: int
     table_lengths: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slot: _Optional[int] = ..., sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., traceparent: _Optional[str] = ..., grammar_id: _Optional[int] = ..., table_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+    read_state: int
+    own_states: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slot: _Optional[int] = ..., sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., traceparent: _Optional[str] = ..., grammar_id: _Optional[int] = ..., table_lengths: _Optional[_Iterable[int]] = ..., read_state: _Optional[int] = ..., own_states: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias_token_ids", "logit_bias_values", "min_tokens", "stop_token_ids", "num_logprobs", "num_prompt_logprobs", "num_candidates", "pooling", "logprob_token_ids")
