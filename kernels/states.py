@@ -20,9 +20,9 @@ class StateRows:
     query_start_loc[i + 1] of the step.
 
     Row i starts with state reads[i]. It writes its state after each number of its new tokens in `save_counts`, for the
-    entries save_start_loc[i] to save_start_loc[i + 1] of the saves. The counts of a row rise; the last is the number of
-    its new tokens, and a first count of 0 copies the state that it starts with. A row may write the state that it
-    reads. No other row reads or writes a state that a row writes.
+    entries save_start_loc[i] to save_start_loc[i + 1] of the saves. The counts of a row do not fall, and equal counts
+    write the same state to several places. The last is the number of its new tokens. A count of 0 copies the state that
+    the row starts with. A row may write the state that it reads. No other row reads or writes a state that a row writes.
 
     Attributes:
         states: [num_states + 1, state_size] float32. State 0 is zero and never written.
@@ -115,9 +115,9 @@ def apply_delta_rule(
     for row, read in enumerate(rows.reads.tolist()):
         first, past = rows.query_start_loc[row : row + 2].tolist()
         state = rows.states[read, offset:end].view(num_heads, key_dim, -1).clone()
-        saves = dict(rows.saves(row))
+        saves = rows.saves(row)
         for token in range(first, past + 1):
-            if (target := saves.get(token - first)) is not None:
+            for target in [target for count, target in saves if count == token - first]:
                 rows.states[target, offset:end] = state.flatten()
             if token == past:
                 break
