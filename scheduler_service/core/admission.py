@@ -149,7 +149,13 @@ class Admission:
 def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
     """Check whether the worker has enough KV cache blocks for a request. If not, return the invalid field and an error
     message. Otherwise return two empty strings."""
-    num_blocks = cache.room.max_request_blocks(request)
+    num_blocks, num_states = cache.room.max_request_blocks(request), cache.states.max_request_states(request)
+    if num_states > cache.states.num_states:
+        return (
+            "sampling.beam_width" if request.beam else "prompt",
+            f"the request may need {num_states} states of linear attention or convolutions at a time, the worker has "
+            f"{cache.states.num_states}; lower beam_width, or give the worker more memory for the KV cache",
+        )
     if num_blocks <= cache.pool.num_blocks:
         return "", ""
     what = "beam_width" if request.beam else "n"
@@ -163,7 +169,7 @@ def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
 def _describe_pool(cache: CacheManager) -> str:
     """Return a description of the size of the worker's block pool for error messages. If the pool is too small
     for one sliding window, the description includes the number of blocks for a window."""
-    text, windows = f"the worker has {cache.pool.num_blocks} blocks of {cache.block_size} tokens", cache.index.windows
+    text, windows = f"the worker has {cache.pool.num_blocks} blocks of {cache.block_size} tokens", cache.room.windows
     if windows.of_groups == (0,) or cache.room.max_sequence_blocks is None:
         return text
     if len(windows.of_groups) > 1:

@@ -114,8 +114,10 @@ def _check_group(group: SequenceGroup, worker: WorkerState) -> None:
                 assert state is GroupState.SWAPPING_IN, (
                     f"S8: a request that is {state.value} holds {sequence.allocation}"
                 )
-        if sequence.allocation.host_blocks:
+        if sequence.allocation.host_blocks or sequence.allocation.states.host:
             assert state in SWAPPED, f"S8: a request that is {state.value} holds {sequence.allocation}"
+        if sequence.allocation.states.held:
+            assert state in (GroupState.RUNNING, GroupState.SWAPPING_IN), f"S8: a request {state.value} holds states"
     if group.reserved_slots:
         assert state in (GroupState.RUNNING, GroupState.SWAPPING_IN)
     if state is GroupState.SWAPPED:
@@ -185,11 +187,13 @@ def _check_dispatches(worker: WorkerState, pipeline_depth: int, num_step_tokens:
 
 def _check_blocks(worker: WorkerState, groups: LiveGroups) -> None:
     cache = worker.cache
-    holders, host_holders = [0] * (cache.pool.num_blocks + 1), [0] * (cache.host_pool.num_blocks + 1)
+    holders, host_holders = [0] * len(cache.index.contents), [0] * len(cache.index.host_contents)
+    for state in [save.state for dispatch in worker.unacknowledged for save in dispatch.saves]:
+        holders[state] += 1
     for allocation in [sequence.allocation for group, _ in groups for sequence in group.sequences]:
-        for block in allocation.blocks:
+        for block in (*allocation.blocks, *allocation.states.held):
             holders[block] += 1
-        for block in allocation.host_blocks:
+        for block in (*allocation.host_blocks, allocation.states.host):
             host_holders[block] += 1
     for row in [row for group, _ in groups for row in group.open_rows]:
         _check_writable(cache, row, holders)
@@ -201,9 +205,9 @@ def _check_blocks(worker: WorkerState, groups: LiveGroups) -> None:
             assert cache.index.contents[move.device_block] is None, "S4: content is found before it was moved"
         holders[move.device_block] += 1
         host_holders[move.host_block] += 1
-    _check_pool(cache.pool, holders)
-    if cache.host_pool.num_blocks:
-        _check_pool(cache.host_pool, host_holders)
+    for tier, held in ((cache.tiers.device, holders), (cache.tiers.host, host_holders)):
+        _check_pool(tier.pool, held[: tier.pool.num_blocks + 1])
+        _check_pool(tier.states, [0] * (tier.pool.num_blocks + 1) + held[tier.pool.num_blocks + 1 :])
 
 
 def _check_writable(cache: CacheManager, row: Row, holders: list[int]) -> None:
@@ -224,7 +228,7 @@ def _check_pool(pool: BlockPool, holders: list[int]) -> None:
     if pool._ref_counts.tolist() != holders:
         wrong = [block for block, num_holders in enumerate(holders) if pool.ref_count(block) != num_holders]
         raise AssertionError(f"S2: the reference counts of blocks {wrong}")
-    num_lost = holders.count(0) - 1
+    num_lost = holders.count(0) - 1 - (pool._last - pool.num_blocks)
     assert num_lost == pool.num_free, "S1: a block is lost, or counted twice"
     for block in pool.free_blocks():
         assert holders[block] == 0, "S1: a block is free and held, or the free list is a loop"
@@ -254,9 +258,10 @@ def _check_content(cache: CacheManager) -> None:
         assert is_cached or node.children or node.cursors, "S8: a node outlived its copies, descendants and cursors"
     assert num_copies == index.num_cached_blocks == len(contents) - contents.count(None), "a block holds two contents"
     assert num_host_copies == index.num_cached_host_blocks == len(host_contents) - host_contents.count(None)
-    _check_idle(cache.pool, contents)
-    if num_host_copies:
-        _check_idle(cache.host_pool, host_contents)
+    for tier, cached in ((cache.tiers.device, contents), (cache.tiers.host, host_contents)):
+        num_blocks = tier.pool.num_blocks
+        _check_idle(tier.pool, cached[: num_blocks + 1])
+        _check_idle(tier.states, [None] * (num_blocks + 1) + cached[num_blocks + 1 :])
 
 
 def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
@@ -294,7 +299,7 @@ def _check_published(block_size: int, allocation: Allocation) -> None:
     for i in range(num_published - 1, -1, -1):
         assert node is not None
         token_bytes.append(node.token_bytes)
-        for content, table in zip(node.contents, allocation.tables, strict=True):
+        for content, table in zip(node.contents, allocation.tables, strict=False):  # without the state
             assert i < table.num_freed or table.blocks[i] in content.blocks, "S7: not that content"
         node = node.parent
     assert node is not None

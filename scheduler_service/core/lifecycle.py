@@ -275,6 +275,8 @@ class Lifecycle:
     def all_rows_open(self, group: SequenceGroup) -> None:
         """Record that every sequence of a running request now runs on the worker."""
         del self.rowless[group]
+        for row in group.open_rows:
+            self.worker.cache.states.end_fork(row.allocation)
 
     def moved(self, step: int) -> None:
         """Mark preempted requests as swapped out if all their KV cache blocks have been copied to the host. The worker
@@ -293,11 +295,14 @@ class Lifecycle:
         worker.free_unread(group)
         allocations = [row.allocation for row in group.open_rows]
         num_blocks, num_host_blocks = worker.cache.tiers.num_swap_blocks(allocations)
+        states = worker.cache.states
+        num_state_blocks = states.weight * len(allocations)
         swaps = (
             num_blocks > 0
             and not group.must_compute_all
             and num_host_blocks <= worker.cache.host_pool.num_free
-            and worker.cost.prefers_swap(num_blocks, worker.cache.tiers.num_lost_tokens(allocations))
+            and states.can_swap(allocations)
+            and worker.cost.prefers_swap(num_blocks + num_state_blocks, worker.cache.tiers.num_lost_tokens(allocations))
         )
         if not swaps:
             self.discard(group, worker, builder.now)

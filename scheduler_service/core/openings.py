@@ -71,7 +71,8 @@ class RowAllocator:
         if not has_slot or not self._may_open(builder) or not builder.can_open(sequence):
             return False
         match = worker.find(sequence).without_host()
-        relative = next((row for row in relatives if row.allocation.forkable_from <= builder.step), None)
+        started = [row for row in relatives if row.allocation.forkable_from <= builder.step]
+        relative = max(started, key=lambda row: row.allocation.states.fork > 0, default=None)
         num_forked = 0 if relative is None else worker.num_forked_tokens(sequence, relative)
         if relative is None or num_forked <= len(match.nodes) * cache.block_size:
             relative, num_blocks = None, cache.room.num_opening_blocks(sequence.allocation, match)
@@ -79,7 +80,8 @@ class RowAllocator:
             num_blocks = sum(cache.room.num_fork_blocks(sequence.allocation, relative.allocation, num_forked))
         is_alone = worker.rows.num_open == len(group.open_rows) and not self._state.loading
         is_alone = is_alone or (builder.is_empty and worker.is_idle)
-        if not cache.room.can_allocate(num_blocks, alone=is_alone):
+        has_states = cache.states.has_room([sequence.allocation], match if relative is None else Match())
+        if not has_states or not cache.room.can_allocate(num_blocks, alone=is_alone):
             return False
         if cache.room.is_mixed:
             rows = [row.allocation for row in group.open_rows]
@@ -182,6 +184,9 @@ class RowAllocator:
         if match is None:
             return False
         cache.open(sequence.allocation, match, builder.step)
+        if group.beam is not None:
+            for other in group.sequences:
+                cache.states.open(other.allocation)
         worker.rows.slots.reserve(group, group.num_first_slots)
         state.first_scheduled(sequence, match.num_loaded_blocks * cache.block_size, builder.now)
         if match.loads:
@@ -212,7 +217,8 @@ class RowAllocator:
         if not cache.room.can_allocate(num_blocks, alone=is_alone):
             self._lacking = (group, cache.pool.num_free)
             return None
-        return match
+        sequences = [sequence] if group.beam is None else group.sequences
+        return match if cache.states.has_room([each.allocation for each in sequences], match) else None
 
     def _swap_in(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
         """Resume a swapped-out request: make the plan load its KV cache blocks from the host to the device.
@@ -225,6 +231,8 @@ class RowAllocator:
             return False
         is_alone = not state.running and not state.loading
         if not cache.room.can_allocate(cache.room.num_swap_in_blocks(group.swapped_allocations), alone=is_alone):
+            return False
+        if not cache.states.can_swap_in(group.swapped_allocations):
             return False
         cache.tiers.swap_in(group.swapped_allocations, builder.step)
         worker.rows.slots.reserve(group, num_slots)

@@ -103,7 +103,8 @@ class Retention:
 
         The blocks of more recently used sessions are protected by their tenant's share of the cache.
         """
-        self.cache.pool.order.horizon = self.cache.host_pool.order.horizon = (IDLE, now - _SHARED_S)
+        for pool in self.cache.tiers.pools:
+            pool.order.horizon = (IDLE, now - _SHARED_S)
 
     def arrived(self, group: SequenceGroup, now: float) -> None:
         """Assign a request to the session that it continues, or to a new session. Call this once for each request and
@@ -232,7 +233,7 @@ class Retention:
     def _forget_lost(self) -> None:
         """Remove the sessions that have neither requests nor KV cache blocks. New sessions can then use their free
         lists."""
-        pools = self.cache.pool, self.cache.host_pool
+        pools = self.cache.tiers.pools
         moving = {move.free_list for move in self.cache.moves}
         for session in list(self._sessions.values()):
             has_blocks = session.free_list in moving or any(pool.has_blocks(session.free_list) for pool in pools)

@@ -182,6 +182,8 @@ class Scheduler:
         began_block = [row for row in dispatch.began_block if row.slot >= 0]
         for row in began_block:
             worker.cache.publish(row.allocation, row.num_settled_tokens)
+        for save in dispatch.saves:
+            worker.cache.states.confirm(save)
         state.charge(row.sequence for row in began_block)
         state.charge_masks(resolved.mask_times, worker.cost.prefill_rate)
         return outputs

@@ -476,6 +476,7 @@ class BeamGroup:
     forks: list[tuple[int, int]] = field(default_factory=list)  # source slot, target slot
     appended: list[tuple[int, int]] = field(default_factory=list)  # slot, token id
     new_slots: set[int] = field(default_factory=set)  # targets of these forks that have no row on the worker yet
+    new_states: list[tuple[int, ...]] = field(default_factory=list)  # slot, first and second state of these targets
     num_tokens: int = 0  # tokens with which its beams have continued, in total
 
     def report(self, beam: Sequence, candidates: list[tuple[int, float]]) -> bool:
@@ -505,3 +506,4 @@ class BeamGroup:
         self.forks.clear()
         self.appended.clear()
         self.new_slots.clear()
+        self.new_states.clear()

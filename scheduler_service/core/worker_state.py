@@ -81,6 +81,7 @@ class WorkerState:
     def _opening(self, row: Row) -> RowOpening:
         sequence, request, tables = row.sequence, row.sequence.group.request, row.allocation.tables
         grammar, sampling = request.grammar, request.sampling
+        number, states = self.cache.states.number, row.allocation.states
         if sampling.num_prompt_logprobs is not None and not sequence.wants_prompt_logprobs:
             sampling = replace(sampling, num_prompt_logprobs=None)
         return RowOpening(
@@ -96,6 +97,8 @@ class WorkerState:
             traceparent=request.traceparent,
             grammar_id=0 if grammar is None else self.grammars.id_of(grammar),
             table_lengths=tuple(len(table.blocks) for table in tables) if len(tables) > 1 else (),
+            read_state=number(states.current) if row.allocation.num_computed_tokens and states.own else 0,
+            own_states=tuple(map(number, states.own)),
         )
 
     def forget(self, group: SequenceGroup) -> None:
@@ -118,7 +121,7 @@ class WorkerState:
         used = {parents[child.parent] for child in children}
         spare = [sequence for sequence in group.sequences if sequence not in used]
         for sequence in spare:
-            self.cache.release(sequence.allocation)
+            self.cache.release(sequence.allocation, keeps_states=True)
         beam_group.beams = []
         for child in children:
             parent = beam = parents[child.parent]
@@ -130,6 +133,9 @@ class WorkerState:
                     rows[beam] = self.rows.take_slot(beam)
                     beam_group.new_slots.add(rows[beam].slot)
                 beam_group.forks.append((rows[parent].slot, rows[beam].slot))
+                if beam.allocation.states.own:
+                    states = map(self.cache.states.number, beam.allocation.states.own)
+                    beam_group.new_states.append((rows[beam].slot, *states))
             beam_group.beams.append(beam)
         for beam, child in zip(beam_group.beams, children, strict=True):
             row = rows[beam]
@@ -157,7 +163,7 @@ class WorkerState:
         if match.is_loading:
             return None
         num_tokens = match.num_loaded_blocks * self.cache.block_size
-        if match.loads and self.cost.prefers_load(len(match.loads), num_tokens):
+        if match.loads and self.cost.prefers_load(self.cache.states.weigh(match.loads), num_tokens):
             return match
         return match.without_host()
 
@@ -169,6 +175,8 @@ class WorkerState:
         blocks that the new sample would read.
         """
         num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1, relative.next_position)
+        if self.cache.states.num_states:
+            num_tokens = sequence.num_prompt_tokens - 1 if relative.allocation.states.fork else 0
         is_held = all(
             table.num_freed <= self.cache.room.first_needed_block(table.window, num_tokens)
             for table in relative.allocation.tables
@@ -186,6 +194,12 @@ class WorkerState:
 
     # Plans
 
+    def void_saves(self, dispatch: Dispatch, row: Row) -> None:
+        """Ignore the saves of a row in a plan and in the plans after it, because the row was late: each of these plans
+        did the work of the plan before."""
+        for save in [save for each in (dispatch, *self.unacknowledged) for save in each.saves]:
+            save.is_void = save.is_void or save.allocation is row.allocation
+
     def dispatch(self, builder: PlanBuilder) -> StepPlan | None:
         """Complete the plan that `builder` has built, record that it is in flight, and return it. Return None if the
         worker has nothing to do in this plan."""
@@ -193,6 +207,12 @@ class WorkerState:
             return None
         self.steps.num_steps += 1
         self.cache.copied(builder.copies)
+        self.cache.states.read(builder.read_states)
+        number, public_id, host_id = (
+            self.cache.states.number,
+            self.cache.tiers.device.public_id,
+            self.cache.tiers.host.public_id,
+        )
         rows, moves = tuple(builder.rows), self.cache.moves.ordered_by(builder.step)
         self.unacknowledged.append(
             Dispatch(
@@ -208,13 +228,15 @@ class WorkerState:
                     if planned.start + planned.num_tokens <= planned.row.sequence.num_prompt_tokens
                 ),
                 has_moves=bool(moves),
+                saves=tuple(save for _, save in builder.saves),
             )
         )
         released_grammar_ids, self.grammars.released = self.grammars.released, []
         plan = builder.freeze(
             self.epoch,
-            swaps_out=[(move.device_block, move.host_block) for move in moves if move.is_out],
-            swaps_in=[(move.host_block, move.device_block) for move in moves if not move.is_out],
+            swaps_out=[(public_id(move.device_block), host_id(move.host_block)) for move in moves if move.is_out],
+            swaps_in=[(host_id(move.host_block), public_id(move.device_block)) for move in moves if not move.is_out],
+            saves=[(slot, save.position, number(save.state)) for slot, save in builder.saves],
             released_slots=self.rows.slots.take_released(),
             released_grammar_ids=released_grammar_ids,
             patches_of_work=self.rows.slots.patch(rows),

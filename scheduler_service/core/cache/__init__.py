@@ -3,6 +3,7 @@
 from scheduler_service.core.cache.block_pool import BlockPool, EvictionOrder, RetentionPriority
 from scheduler_service.core.cache.prefix_index import BlockContent, Cursor, Node, PrefixIndex, content_root
 from scheduler_service.core.cache.room import Allocation, Match, StepCount
+from scheduler_service.core.cache.states import Save
 from scheduler_service.core.cache.tables import CacheManager
 from scheduler_service.core.cache.tiers import MoveLedger
 
@@ -18,6 +19,7 @@ __all__ = [
     "Node",
     "PrefixIndex",
     "RetentionPriority",
+    "Save",
     "StepCount",
     "content_root",
 ]

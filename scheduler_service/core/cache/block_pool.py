@@ -185,20 +185,25 @@ class BlockPool:
     """The KV cache blocks of one tier of memory (device or host). The pool counts the references to each block, and
     keeps the free blocks in the order in which they are allocated."""
 
-    def __init__(self, num_blocks: int, order: EvictionOrder | None = None) -> None:
+    def __init__(self, num_blocks: int, order: EvictionOrder | None = None, *, num_before: int = 0) -> None:
+        """Create a pool in which all blocks are free. Its first block has the number `num_before + 1`."""
         self.num_blocks = num_blocks
+        self._last = last = num_before + num_blocks
         self.num_free = num_blocks
         self.num_idle_cached = 0  # free blocks whose content can still be matched
         self.num_backed_up = 0  # of these, backed-up blocks: the content is cached elsewhere too
         self.order = order or EvictionOrder()
-        # Arrays rather than lists: the garbage collector would visit every integer of a list.
-        self._ref_counts = array("q", bytes(8 * (num_blocks + 1)))
-        self._is_idle_cached = bytearray(num_blocks + 1)
-        self._is_backed_up = bytearray(num_blocks + 1)
-        self._free_list_of = array("q", bytes(8 * (num_blocks + 1)))  # the list that last contained each block
+        # Arrays rather than lists: the garbage collector would visit every integer of a list. They have an entry for
+        # each number up to the last.
+        self._ref_counts = array("q", bytes(8 * (last + 1)))
+        self._is_idle_cached = bytearray(last + 1)
+        self._is_backed_up = bytearray(last + 1)
+        self._free_list_of = array("q", bytes(8 * (last + 1)))  # the list that last contained each block
         # The entries after the blocks' entries are the sentinels of the further free lists.
-        self._next = array("q", [*range(1, num_blocks + 1), 0])
-        self._previous = array("q", [num_blocks, *range(num_blocks)])
+        self._next = array("q", [*range(1, last + 1), 0])
+        self._previous = array("q", [last, *range(last)])
+        first = num_before + 1 if num_blocks else 0
+        self._next[0], self._previous[first], self._previous[0] = first, 0, last if num_blocks else 0
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
@@ -281,7 +286,7 @@ class BlockPool:
     def next_of(self, free_list: int) -> int:
         """Return the KV cache block that is evicted first from `free_list`, or 0 if the list is empty."""
         block = self._next[self._sentinel(free_list)]
-        return block if block <= self.num_blocks else 0
+        return block if block <= self._last else 0
 
     def free_blocks(self) -> Iterator[int]:
         """Iterate over all free blocks of the pool in the order in which they would be allocated now."""
@@ -303,7 +308,7 @@ class BlockPool:
     def _sentinel(self, free_list: int) -> int:
         """Return the index of a free list's sentinel, the entry at which its linked list of blocks begins and ends.
         Create the list if it does not exist."""
-        sentinel = self.num_blocks + 1 + free_list
+        sentinel = self._last + 1 + free_list
         if sentinel >= len(self._next):
             entries = range(len(self._next), sentinel + 1)
             self._next.extend(entries)

@@ -10,6 +10,10 @@ The groups with the longest reach are the *spine*: a cached prefix ends at the f
 contents. Of every other group, a sequence that starts with a prefix needs the last window only. So a prefix is usable
 where the spine has everything and every other group has its last window. The contents of a node are evicted
 independently.
+
+If the model has states besides K and V, a node may have one more content: the state after the last token of its block.
+A sequence that starts after the node reads this state. So it counts as the content of one more group, whose window is
+the last block, but whose contents exist at some nodes only.
 """
 
 from __future__ import annotations
@@ -50,12 +54,19 @@ def _token_bytes(token_ids: Sequence[int], block_index: int, block_size: int) ->
     return array("I", token_ids[start : start + block_size]).tobytes()
 
 
+_STATE_WINDOW = 2  # with any block size, a sequence that starts after a node needs the node's own state alone
+
+
 class Windows(NamedTuple):
     """The sliding windows of a model's layer groups in tokens, and the number of tokens in a block. A window of 0
     means that the group attends to all preceding positions. The longest reach comes first."""
 
-    of_groups: tuple[int, ...]
+    of_groups: tuple[int, ...]  # with states, they are the last group
     block_size: int
+
+    def with_states(self) -> Windows:
+        """Return the windows of the contents of a node, if the model has states."""
+        return self._replace(of_groups=(*self.of_groups, _STATE_WINDOW))
 
     @property
     def num_spine(self) -> int:
@@ -83,7 +94,7 @@ class Windows(NamedTuple):
         num_usable = len(nodes)
         while True:
             ends = [
-                self._end_before_gap(nodes[:num_usable], group, on_device)
+                self._end_before_gap(nodes, num_usable, group, on_device)
                 for group in range(self.num_spine, len(self.of_groups))
             ]
             shortest = min(ends, default=num_usable)
@@ -91,13 +102,14 @@ class Windows(NamedTuple):
                 return num_usable
             num_usable = shortest  # every longer prefix has the gap within its last window, too
 
-    def _end_before_gap(self, nodes: Sequence[Node], group: int, on_device: bool) -> int:
-        """Return the index of the last node in the group's last window that lacks the group's content, or the number of
-        nodes if none does."""
-        num_blocks = len(nodes)
-        for i in range(num_blocks - 1, self.num_passed(group, num_blocks) - 1, -1):
-            content = nodes[i].content(group)
-            if not (content.blocks or (content.host_block and not on_device)):
+    def _end_before_gap(self, nodes: Sequence[Node], num_blocks: int, group: int, on_device: bool) -> int:
+        """Return `num_blocks` if no node of the group's window before this number of nodes lacks the group's content.
+        Otherwise return the index of the first of the adjacent nodes that lack it, with which the window ends."""
+        first = self.num_passed(group, num_blocks)
+        for i in range(num_blocks - 1, first - 1, -1):
+            if _is_missing(nodes[i].content(group), on_device):
+                while i and _is_missing(nodes[i - 1].content(group), on_device):
+                    i -= 1
                 return i
         return num_blocks
 
@@ -139,7 +151,7 @@ class Cursor:
     def awaits_load(self) -> bool:
         """Return whether the last block with which the prompt could start is only on the host, in any layer group."""
         num_usable = self.num_usable_blocks
-        return num_usable > 0 and not self.chain()[num_usable - 1].is_whole(Tier.DEVICE)
+        return num_usable > 0 and not all(content.blocks for content in self.chain()[num_usable - 1].contents)
 
     def is_changed_by(self, content: BlockContent, depth: int, *, is_gain: bool) -> bool:
         """Record that a content of a layer group with a window was cached or lost at the cursor's node or above it, in
@@ -204,11 +216,13 @@ class Cursor:
 @dataclass(slots=True, eq=False, repr=False)
 class LaterContent:
     """The content of a node of the prefix index in a layer group other than the first: the K and V of the group's
-    layers, and the blocks on the device and on the host that contain a copy."""
+    layers, and the blocks on the device and on the host that contain a copy. Or, the state after the node's last token,
+    and the device state and host state that contain a copy."""
 
     node: Node
     group: int
     is_spine: bool
+    is_state: bool = False
     blocks: tuple[int, ...] = ()  # a tuple of integers, which the garbage collector does not track
     host_block: int = 0  # 0: no copy on the host
     is_moving: bool = False  # a demotion or promotion of this content is in progress
@@ -238,6 +252,7 @@ class Node:
     _block_hash: int | None = None
     group: ClassVar[int] = 0
     is_spine: ClassVar[bool] = True
+    is_state: ClassVar[bool] = False
 
     @property
     def node(self) -> Node:
@@ -294,9 +309,10 @@ class Node:
 
     def is_whole(self, tier: Tier) -> bool:
         """Return whether every layer group has its content in the given tier (device or host)."""
+        later = self.later
         if tier is Tier.DEVICE:
-            return bool(self.blocks) and (not self.later or all(content.blocks for content in self.later))
-        return bool(self.host_block) and (not self.later or all(content.host_block for content in self.later))
+            return bool(self.blocks) and (not later or all(each.blocks or each.is_state for each in later))
+        return bool(self.host_block) and (not later or all(each.host_block or each.is_state for each in later))
 
     def stored(self, tier: Tier) -> BlockStored:
         """Return a cache event for subscribers, which says that prompts can now match this block in the given tier
@@ -313,6 +329,10 @@ class Node:
 
 
 BlockContent = Node | LaterContent
+
+
+def _is_missing(content: BlockContent, on_device: bool) -> bool:
+    return not (content.blocks or (content.host_block and not on_device))
 
 
 class Cursors:
@@ -392,12 +412,23 @@ class PrefixIndex:
     """
 
     def __init__(
-        self, block_size: int, num_blocks: int, num_host_blocks: int = 0, windows: tuple[int, ...] = (0,)
+        self,
+        block_size: int,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        windows: tuple[int, ...] = (0,),
+        *,
+        has_states: bool = False,
     ) -> None:
-        """Create an empty index. `windows` are the sliding windows of the layer groups, see `Windows`."""
+        """Create an empty index. `windows` are the sliding windows of the layer groups, see `Windows`. With
+        `has_states`, the numbers of states follow those of the blocks, and are included in `num_blocks` and
+        `num_host_blocks`."""
         self._block_size = block_size
         self.windows = Windows(windows, block_size)
-        self._later, self._num_spine = range(1, len(windows)), self.windows.num_spine
+        self._num_tables, self._num_spine = len(windows), self.windows.num_spine
+        if has_states:
+            self.windows = self.windows.with_states()
+        self._later = range(1, len(self.windows.of_groups))
         self.roots: dict[Root, Node] = {}
         self.contents: list[BlockContent | None] = [None] * (num_blocks + 1)  # by device block
         self.host_contents: list[BlockContent | None] = [None] * (num_host_blocks + 1)
@@ -462,7 +493,10 @@ class PrefixIndex:
         if node is None:
             node = parent.children[token_bytes] = Node(root, parent, token_bytes)
             if self._later:
-                node.later = tuple(LaterContent(node, group, group < self._num_spine) for group in self._later)
+                node.later = tuple(
+                    LaterContent(node, group, group < self._num_spine, group >= self._num_tables)
+                    for group in self._later
+                )
         return node
 
     def add_copy(self, content: BlockContent, block: int) -> None:
@@ -568,7 +602,7 @@ class PrefixIndex:
         """Record that one tier (device or host) has got its first copy of a content. If the other tier has none, move
         the cursors of the waiting prompts."""
         node = content.node
-        if not node.later or node.is_whole(tier):
+        if not node.later or (not content.is_state and node.is_whole(tier)):
             self._changes.append((node, tier, True))
         if not self.cursors.number or is_cached_elsewhere:
             return
@@ -581,7 +615,7 @@ class PrefixIndex:
         """Remove the last copy of a content in one tier (device or host). If the other tier has no copy either, move
         the cursors of the waiting prompts."""
         node = content.node
-        if node.is_whole(tier):
+        if not content.is_state and node.is_whole(tier):
             self._changes.append((node, tier, False))
         if tier is Tier.DEVICE:
             content.blocks = ()

@@ -48,6 +48,29 @@ class BlockTable:
 
 
 @dataclass(slots=True, eq=False)
+class SequenceStates:
+    """The states of one sequence on a worker whose model has states. Each is a reference to a state of the pool, which
+    the sequence holds."""
+
+    own: tuple[int, ...] = ()  # the states that its row writes: one, or two if its last position may be computed again
+    source: int = 0  # the state with which its row starts, until a plan computes the row; 0: zeros
+    fork: int = 0  # the state before the last token of the prompt, with which further samples start
+    host: int = 0  # the host state while the sequence is swapped
+    junction: int = 0  # the number of cached blocks of its prompt, if no state is cached after them
+    last: BlockContent | None = None  # the last state that was saved while it decoded; it is not held
+
+    @property
+    def current(self) -> int:
+        """Return the device state after the computed tokens of a row that writes one state."""
+        return self.source or self.own[0]
+
+    @property
+    def held(self) -> list[int]:
+        """Return all device states that the sequence holds."""
+        return [state for state in (*self.own, self.source, self.fork) if state]
+
+
+@dataclass(slots=True, eq=False)
 class Allocation:
     """The KV cache blocks of one sequence on a worker, and the state of its token positions: which positions are
     computed, and which blocks are in the prefix index.
@@ -65,6 +88,7 @@ class Allocation:
     num_matched_blocks: int = 0  # kept after the release: results of the row may be in flight
     branches: tuple[int, ...] = ()  # numbers of blocks after which later sequences will probably continue
     forkable_from: int = 0  # the first step that may fork its prompt; 0: the prompt is not computed
+    states: SequenceStates = field(default_factory=SequenceStates)
     # A decoding row computes one position in every plan and is not visited. Its count is then the count at which it
     # began to decode, plus the number of plans since.
     _num_computed: int = 0
@@ -182,12 +206,13 @@ class Match:
     """A prefix cache hit: the cached blocks with which a sequence can start.
 
     A shorter prefix, of the first `num_on_device` nodes, needs nothing from the host. For the whole prefix, the
-    contents `loads` must be loaded.
+    contents `loads` must be loaded. The spine of a longer prefix, of `num_spine_blocks`, may be cached too.
     """
 
     nodes: tuple[Node, ...] = ()
     num_on_device: int = 0
     loads: tuple[BlockContent, ...] = ()
+    num_spine_blocks: int = 0
 
     @property
     def num_loaded_blocks(self) -> int:
@@ -202,7 +227,7 @@ class Match:
 
     def without_host(self) -> "Match":
         """Return the part of this prefix cache hit that is already on the device."""
-        return Match(self.nodes[: self.num_on_device], self.num_on_device)
+        return Match(self.nodes[: self.num_on_device], self.num_on_device, (), self.num_spine_blocks)
 
 
 class Room:

@@ -3,6 +3,7 @@
 from pagewire.common.wire.messages import WorkerCapacity
 from scheduler_service.core.cache.prefix_index import Cursor, Node, Root
 from scheduler_service.core.cache.room import Allocation, BlockTable, Match, Room
+from scheduler_service.core.cache.states import StatePool
 from scheduler_service.core.cache.tiers import Move, Tiers
 from scheduler_service.core.request import Request
 
@@ -22,13 +23,14 @@ class CacheManager:
         self.pool, self.host_pool, self.index, self.moves = tiers.pool, tiers.host_pool, tiers.index, tiers.moves
         self._windows = tiers.index.windows
         self.room = Room(capacity, tiers.pool, num_step_tokens=num_step_tokens, watermark=watermark)
+        self.states = StatePool(capacity, tiers, enable_prefix_caching=enable_prefix_caching)
         self._allocate = tiers.device.allocate
 
     # New rows
 
     def new_allocation(self, request: Request, root: Root, token_ids: list[int]) -> Allocation:
         """Return an allocation without blocks for a sequence of a request. `token_ids` is the sequence's own list."""
-        windows, num_spine = self._windows.of_groups, self._windows.num_spine
+        windows, num_spine = self.room.windows.of_groups, self._windows.num_spine
         tables = tuple(BlockTable(group, window, group < num_spine) for group, window in enumerate(windows))
         return Allocation(request, root, token_ids, tables)
 
@@ -55,8 +57,8 @@ class CacheManager:
             if not (content := node.content(group)).blocks
         )
         if not loads:
-            return Match(nodes, len(nodes))
-        return Match(nodes, windows.num_usable(nodes[:num_device], on_device=True), loads)
+            return Match(nodes, len(nodes), (), num_spine)
+        return Match(nodes, windows.num_usable(nodes[:num_device], on_device=True), loads, num_spine)
 
     def open(self, allocation: Allocation, match: Match, step: int) -> None:
         """Fill the block tables of a sequence that starts to run: first the cached blocks of `match`, then new blocks.
@@ -68,7 +70,12 @@ class CacheManager:
         for table in allocation.tables:
             table.freed(self._windows.num_passed(table.group, len(nodes)))
             self._share_match(allocation, table, nodes)
-        blocks = {content: self._allocate() for content in match.loads}  # only now: an allocation evicts idle blocks
+        state, device = self.states.share(allocation, match), self.tiers.device
+        # Only now: an allocation evicts idle blocks.
+        blocks = {content: device.allocate_for(content) for content in match.loads}
+        if state in blocks:
+            allocation.states.source = blocks[state]
+        self.states.open(allocation)
         for table in allocation.tables:
             for i in range(table.num_freed, len(nodes)):
                 table.blocks[i] = table.blocks[i] or blocks[nodes[i].content(table.group)]
@@ -109,6 +116,7 @@ class CacheManager:
         num_blocks = self.room.num_fork_blocks(allocation, relative, num_tokens)
         for table, num in zip(allocation.tables, num_blocks, strict=True):
             table.blocks += [self._allocate() for _ in range(num)]
+        self.states.fork(allocation, relative)
         allocation.matched(num_full, relative.branches)
         allocation.compute(num_tokens)
         if num_tokens % self.block_size == 0:
@@ -256,18 +264,21 @@ class CacheManager:
                 index.add_copy(node, first)
             else:
                 node = published.node
-            for content in node.later:
-                block = tables[content.group].blocks[i]
+            for content, table in zip(node.later, tables[1:], strict=False):  # without the state
+                block = table.blocks[i]
                 if block and index.contents[block] is None:
                     index.add_copy(content, block)
         allocation.published(node, num_full)
 
-    def release(self, allocation: Allocation) -> None:
-        """Release all KV cache blocks of a sequence, on the device and on the host. Until a block is reused, other
-        sequences can still get it as a prefix cache hit."""
+    def release(self, allocation: Allocation, *, keeps_states: bool = False) -> None:
+        """Release all KV cache blocks of a sequence, on the device and on the host, and unless `keeps_states`, its
+        states. Until a block is reused, other sequences can still get it as a prefix cache hit."""
         self._hold_ends(allocation)
         self.tiers.device.free_tables([table.blocks for table in allocation.tables], allocation.free_list)
         self.tiers.host.free_tables([table.host_blocks for table in allocation.tables], allocation.free_list)
+        if not keeps_states:
+            self.tiers.release_states(allocation)
+            self.tiers.release_host_state(allocation)
         allocation.released()
 
     def _hold_ends(self, allocation: Allocation) -> None:
@@ -284,8 +295,7 @@ class CacheManager:
             assert node is not None
             if len(node.children) > 1:
                 ends.add(i + 1)
-            for content in node.later:
-                table = allocation.tables[content.group]
+            for content, table in zip(node.later, allocation.tables[1:], strict=False):  # without the state
                 is_passed = not content.is_spine and i < table.num_freed
                 if is_passed and content.blocks and self._windows.reads(table.group, i, ends):
                     table.blocks[i] = content.blocks[0]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice, takewhile, zip_longest
 from typing import NamedTuple
 
-from pagewire.common.wire.messages import WorkerCapacity
+from pagewire.common.wire.messages import FIRST_STATE_ID, WorkerCapacity
 from scheduler_service.core.cache.block_pool import (
     BlockPool,
     RetentionPriority,
@@ -29,12 +29,13 @@ _MAX_DEMOTIONS = 16
 _DEMOTION_WINDOW = 64
 # The number of blocks that a plan may promote before a request needs them, and the number of free lists it searches.
 _MAX_PROMOTIONS = 64
+_MAX_STATE_MOVES = 1  # states that a plan may promote, or demote: a state is as large as many blocks
 _PROMOTION_WINDOW = 16
 
 
 class Move(NamedTuple):
     """The copy of one KV cache block from the device to the host, or from the host to the device. The worker makes the
-    copy as part of the plan of `step`."""
+    copy as part of the plan of `step`. A state moves like a block."""
 
     step: int
     device_block: int
@@ -48,13 +49,15 @@ class TierAllocator:
     """The allocator of the KV cache blocks of one tier (the device or the host). When it reuses a block with cached
     content, it removes the content from the prefix index."""
 
-    def __init__(self, num_blocks: int, contents: list[BlockContent | None], forget: Callable[[int], None]) -> None:
-        """Create an allocator with `num_blocks` free blocks.
+    def __init__(
+        self, num_blocks: int, num_states: int, contents: list[BlockContent | None], forget: Callable[[int], None]
+    ) -> None:
+        """Create an allocator with `num_blocks` free blocks, and `num_states` free states with the numbers after them.
 
         `contents[block]` is the content of a block in the prefix index, or None if the block has no cached content.
-        `forget` is called to remove a block from the prefix index.
+        `forget` is called to remove a block from the prefix index. Both also accept states.
         """
-        self.pool = BlockPool(num_blocks)
+        self.pool, self.states = BlockPool(num_blocks), BlockPool(num_states, num_before=num_blocks)
         self._contents, self._forget = contents, forget
 
     def allocate(self) -> int:
@@ -65,9 +68,29 @@ class TierAllocator:
             self._forget(block)
         return block
 
+    def allocate_state(self) -> int:
+        """Allocate the next free state, and return its number. See `allocate`."""
+        state = self.states.allocate()
+        if self._contents[state] is not None:
+            self._forget(state)
+        return state
+
+    def allocate_for(self, content: BlockContent) -> int:
+        """Allocate a block or state for a copy of a content, and return its number."""
+        return self.allocate_state() if content.is_state else self.allocate()
+
+    def pool_of(self, block: int) -> BlockPool:
+        """Return the pool of a block or state."""
+        return self.pool if block <= self.pool.num_blocks else self.states
+
     def free(self, block: int, *, spare: bool = False, free_list: int = 0) -> None:
-        """Drop a reference to a block. For the parameters, see `BlockPool.free`."""
-        self.pool.free(block, cached=self._contents[block] is not None, spare=spare, free_list=free_list)
+        """Drop a reference to a block or state. For the parameters, see `BlockPool.free`."""
+        self.pool_of(block).free(block, cached=self._contents[block] is not None, spare=spare, free_list=free_list)
+
+    def public_id(self, block: int) -> int:
+        """Return the number with which moves name a block or state."""
+        num_blocks = self.pool.num_blocks
+        return block if block <= num_blocks else FIRST_STATE_ID + block - num_blocks
 
     def free_tables(self, tables: list[list[int]], free_list: int) -> None:
         """Release all blocks of a sequence's block tables, and clear the tables.
@@ -105,12 +128,14 @@ class MoveLedger:
     def num_returning(self) -> int:
         """Return how many device blocks will become free when all pending transfers between device and host are
         finished."""
-        return sum(self._device.pool.ref_count(move.device_block) == 1 for move in self._pending)
+        pool = self._device.pool
+        blocks = [move.device_block for move in self._pending if move.device_block <= pool.num_blocks]
+        return sum(pool.ref_count(block) == 1 for block in blocks)
 
     def num_copying(self) -> tuple[int, int]:
         """Return two numbers, for the device and for the host: the blocks that are not free only because a pending
         transfer of cached content still uses them. Swaps of requests are not included."""
-        copies = [move for move in self._pending if move.content is not None]
+        copies = [move for move in self._pending if move.content is not None and not move.content.is_state]
         num_device = sum(self._device.pool.ref_count(move.device_block) == 1 for move in copies)
         return num_device, sum(self._host.pool.ref_count(move.host_block) == 1 for move in copies)
 
@@ -121,8 +146,8 @@ class MoveLedger:
     def add(self, move: Move) -> None:
         """Add a block transfer to the current plan. Neither the device block nor the host block is reused until the
         worker has finished the transfer."""
-        self._device.pool.share(move.device_block)
-        self._host.pool.share(move.host_block)
+        self._device.pool_of(move.device_block).share(move.device_block)
+        self._host.pool_of(move.host_block).share(move.host_block)
         if move.content is not None:
             move.content.is_moving = True
         self._pending.append(move)
@@ -157,11 +182,19 @@ class Tiers:
 
     def __init__(self, capacity: WorkerCapacity) -> None:
         self._block_size = capacity.block_size
-        sizes = (capacity.num_device_blocks, capacity.num_host_blocks)
-        self.index = index = PrefixIndex(capacity.block_size, *sizes, capacity.windows)
-        self.device = TierAllocator(capacity.num_device_blocks, index.contents, index.forget)
-        self.host = TierAllocator(capacity.num_host_blocks, index.host_contents, index.forget_host)
+        sizes = (capacity.num_device_blocks, capacity.num_device_states)
+        host_sizes = (capacity.num_host_blocks, capacity.num_host_states)
+        self.index = index = PrefixIndex(
+            capacity.block_size,
+            sum(sizes),
+            sum(host_sizes),
+            capacity.windows,
+            has_states=capacity.num_device_states > 0,
+        )
+        self.device = TierAllocator(*sizes, index.contents, index.forget)
+        self.host = TierAllocator(*host_sizes, index.host_contents, index.forget_host)
         self.pool, self.host_pool = self.device.pool, self.host.pool
+        self.pools = (self.pool, self.host_pool, self.device.states, self.host.states)
         self.moves = MoveLedger(self.device, self.host, index)
         self.set_priorities(equal_priority, no_owner, lambda free_list: False)
 
@@ -177,7 +210,7 @@ class Tiers:
         `priority_of` returns the eviction priority of a free list, and `owner_of` its tenant. `is_expected` returns
         whether the session has no request now but will probably send one.
         """
-        for pool in (self.pool, self.host_pool):
+        for pool in self.pools:
             pool.order.priority_of, pool.order.owner_of = priority_of, owner_of
         self._is_expected = is_expected
 
@@ -190,8 +223,8 @@ class Tiers:
     def priority_changed(self, free_list: int) -> None:
         """Move a free list to its new place in the eviction orders of the device and the host. Call this whenever an
         event may have changed the priority of the list."""
-        self.pool.order.changed(free_list)
-        self.host_pool.order.changed(free_list)
+        for pool in self.pools:
+            pool.order.changed(free_list)
 
     # Bad content
 
@@ -199,9 +232,9 @@ class Tiers:
         """Remove the content of an index node from the prefix index, and all content that continues it. No sequence can
         match this content afterwards."""
         blocks, host_blocks = self.index.forget_subtree(node)
-        for pool, exposed in ((self.pool, blocks), (self.host_pool, host_blocks)):
+        for tier, exposed in ((self.device, blocks), (self.host, host_blocks)):
             for block in exposed:
-                pool.uncache(block)
+                tier.pool_of(block).uncache(block)
 
     def flush(self) -> None:
         """Remove all content from the prefix index, on the device and on the host."""
@@ -224,8 +257,8 @@ class Tiers:
         """Release the device blocks of a preempted request, and make the plan of `step` copy the computed blocks to the
         host.
 
-        A block that several sequences share is copied once. Return False if no block must be copied, because the host
-        already has copies of all of them.
+        A block that several sequences share is copied once. Return False if nothing must be copied, because the host
+        already has copies of all of them, and the sequences have no states.
         """
         blocks = self._computed_blocks(allocations)
         host_blocks = {block: self._host_copy(block) for block in blocks if self._host_copy(block)}
@@ -243,9 +276,13 @@ class Tiers:
                         self.host_pool.share(host_blocks[block])
             self.device.free_tables([table.blocks for table in allocation.tables], allocation.free_list)
             allocation.published(None, 0)
+            if allocation.states.own and allocation.num_computed_tokens:
+                allocation.states.host = self.host.allocate_state()
+                self.moves.add(Move(step, allocation.states.current, allocation.states.host, True, None))
+                self.release_states(allocation)
         for host_block in host_blocks.values():  # the host tables hold references now
             self.host.free(host_block, free_list=allocations[0].free_list)
-        return bool(missing)
+        return bool(missing) or any(allocation.states.host for allocation in allocations)
 
     def swap_in(self, allocations: list[Allocation], step: int) -> None:
         """Allocate device blocks for the sequences of a swapped-out request, and make the plan of `step` load these
@@ -261,6 +298,24 @@ class Tiers:
                         self.pool.share(blocks[host_block])
                     table.blocks.append(blocks[host_block] if host_block else 0)
             self.host.free_tables([table.host_blocks for table in allocation.tables], allocation.free_list)
+            states = allocation.states
+            if states.host:
+                states.own = (self.device.allocate_state(),)
+                self.moves.add(Move(step, states.own[0], states.host, False, None))
+                self.release_host_state(allocation)
+
+    def release_states(self, allocation: Allocation) -> None:
+        """Release all device states that a sequence holds."""
+        for state in allocation.states.held:
+            self.device.free(state, free_list=allocation.free_list)
+        states = allocation.states
+        states.own, states.source, states.fork, states.last = (), 0, 0, None
+
+    def release_host_state(self, allocation: Allocation) -> None:
+        """Release the host state of a sequence that was swapped out, if it has one."""
+        if allocation.states.host:
+            self.host.free(allocation.states.host)
+            allocation.states.host = 0
 
     def num_lost_tokens(self, allocations: list[Allocation]) -> int:
         """Return how many tokens must be computed again if the KV cache blocks of these sequences are discarded. Blocks
@@ -295,10 +350,14 @@ class Tiers:
         The plan computes `num_tokens` tokens. It may copy more blocks than it computes, so the copies keep up with any
         load.
         """
-        pool = self.pool
+        self._demote(step, self.pool, self.host_pool, _MAX_DEMOTIONS + 2 * -(-num_tokens // self._block_size))
+        self._demote(step, self.device.states, self.host.states, _MAX_STATE_MOVES)
+
+    def _demote(self, step: int, pool: BlockPool, host_pool: BlockPool, most: int) -> None:
+        """Make the plan of `step` copy up to `most` idle cached blocks, or states, from the device to the host."""
         num_lossless = pool.num_free - pool.num_idle_cached + pool.num_backed_up + len(self.moves)
         num_wanted = max(_MIN_DEMOTION_RESERVE, pool.num_blocks // _DEMOTION_SHARE) - num_lossless
-        max_chosen = min(num_wanted, _MAX_DEMOTIONS + 2 * -(-num_tokens // self._block_size), self.host_pool.num_free)
+        max_chosen = min(num_wanted, most, host_pool.num_free)
         if max_chosen <= 0 or not pool.num_idle_cached:
             return
         chosen: list[tuple[BlockContent, int]] = []  # with the free list of the block
@@ -316,7 +375,7 @@ class Tiers:
         for block in spare:
             pool.spare(block)
         for content, free_list in chosen:
-            host_block = self.host.allocate()
+            host_block = self.host.allocate_for(content)
             self.moves.add(Move(step, content.blocks[0], host_block, True, content, free_list))
             self.host.free(host_block)  # the move holds a reference
 
@@ -329,27 +388,34 @@ class Tiers:
         """
         if len(self.moves):
             return
-        for free_list in self.host_pool.order.best(_PROMOTION_WINDOW):
-            if not self._is_expected(free_list) or not self._has_room(free_list):
+        self._promote(step, self.pool, self.host_pool, _MAX_PROMOTIONS)
+        self._promote(step, self.device.states, self.host.states, _MAX_STATE_MOVES)
+
+    def _promote(self, step: int, pool: BlockPool, host_pool: BlockPool, most: int) -> None:
+        """Make the plan of `step` load up to `most` cached blocks, or states, from the host."""
+        num_chosen = 0
+        for free_list in host_pool.order.best(_PROMOTION_WINDOW):
+            if not self._is_expected(free_list) or not self._has_room(pool, free_list):
                 continue
-            for content in self._missing_contents(self.host_pool.next_of(free_list)):
-                if len(self.moves) == _MAX_PROMOTIONS:
+            for content in self._missing_contents(host_pool.next_of(free_list)):
+                if num_chosen == most:
                     return
-                if not self._has_room(free_list):
+                if not self._has_room(pool, free_list):
                     break
-                host_block, block = content.host_block, self.device.allocate()
+                host_block, block = content.host_block, self.device.allocate_for(content)
                 self.moves.add(Move(step, block, host_block, False, content, free_list))
                 self.device.free(block)  # the move holds a reference
+                num_chosen += 1
 
-    def _has_room(self, free_list: int) -> bool:
-        """Return whether a block of `free_list` may be loaded from the host to the device ahead of time.
+    def _has_room(self, pool: BlockPool, free_list: int) -> bool:
+        """Return whether a block of `free_list` may be loaded from the host to `pool` ahead of time.
 
         The device block to overwrite must not contain the only copy of cached content. If it contains cached content at
         all, that content must have a lower eviction priority.
         """
-        target = self.pool.next_without_loss()
+        target = pool.next_without_loss()
         return target > 0 and (
-            self.index.contents[target] is None or self.pool.order.may_evict(self.pool.free_list_of(target), free_list)
+            self.index.contents[target] is None or pool.order.may_evict(pool.free_list_of(target), free_list)
         )
 
     def _missing_contents(self, host_block: int) -> list[BlockContent]:

@@ -13,6 +13,7 @@ from operator import attrgetter, gt, itemgetter
 from typing import NamedTuple
 
 from pagewire.common.wire.messages import Candidates, Logprobs, Pooling, RowStatus, StepResult, WorkerProtocolError
+from scheduler_service.core.cache import Save
 from scheduler_service.core.plans.decode_batch import DecodeColumns
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.core.sequence import Row, SequenceGroup
@@ -53,6 +54,7 @@ class Dispatch:
     num_tokens: int
     num_prompt_tokens: int
     has_moves: bool
+    saves: tuple[Save, ...] = ()
 
     def sampling_rows(self) -> list[PlannedRow]:
         """Return the running sequences that sample a token in this step and were planned individually, sorted by slot.

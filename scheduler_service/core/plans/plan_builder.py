@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from pagewire.common.wire.messages import PHASES, AddedGrammar, RowOpening, StepPlan, WorkerCapacity
-from scheduler_service.core.cache import CacheManager, StepCount
+from scheduler_service.core.cache import CacheManager, Save, StepCount
 from scheduler_service.core.plans.decode_batch import DecodeBatch
 from scheduler_service.core.plans.dispatch import PlannedRow
 from scheduler_service.core.sequence import BeamGroup, DropCount, Row, Sequence, SequenceGroup
@@ -216,6 +216,9 @@ class PlanBuilder:
     appended_blocks: list[tuple[int, int]] = field(default_factory=list)  # table, block
     set_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # table, index, block
     appended_tokens: list[tuple[int, int]] = field(default_factory=list)  # slot, token id
+    set_states: list[tuple[int, ...]] = field(default_factory=list)  # slot, first and second state
+    saves: list[tuple[int, Save]] = field(default_factory=list)  # slot, save
+    read_states: list[int] = field(default_factory=list)  # that rows start with
     rows: list[PlannedRow] = field(default_factory=list)
     began_block: list[Row] = field(default_factory=list)  # decoding rows that got a block
 
@@ -266,8 +269,7 @@ class PlanBuilder:
                 for block in self.cache.append_next(row.allocation):
                     self.appended_blocks.append((number, block))
                     number += num_slots
-                self.worker_rows.decoding.got_block(row, self.step)
-            self.began_block.extend(due)
+                self._began_block(row)
             due.clear()
         in_order = sorted({**self.worker_rows.active, **dict.fromkeys(due)}, key=lambda row: row.order)
         for group, group_rows in groupby(in_order, key=lambda row: row.sequence.group):
@@ -282,7 +284,7 @@ class PlanBuilder:
             self.cache.room.num_missing_blocks(row.allocation, min(row.num_uncomputed_tokens, self.max_tokens))
             for row in self.worker_rows.active
         )
-        num_groups = len(self.cache.index.windows.of_groups)
+        num_groups = len(self.cache.room.windows.of_groups)
         num_blocks = num_due * num_groups + sum(num + num_groups for num in num_missing)  # copy-on-write by beams
         return num_blocks <= self.cache.pool.num_free
 
@@ -344,10 +346,16 @@ class PlanBuilder:
             self._append(row, num_tokens)
         for row, num_tokens in work:
             if row.is_decoding:
-                self.worker_rows.decoding.got_block(row, self.step)
-                self.began_block.append(row)
+                self._began_block(row)
             elif num_tokens:
                 self._plan_row(row, num_tokens)
+
+    def _began_block(self, row: Row) -> None:
+        """Record that the plan gives a decoding sequence its next KV cache block."""
+        self.worker_rows.decoding.got_block(row, self.step)
+        self.began_block.append(row)
+        if self.cache.states.num_states:
+            self.saves += [(row.slot, save) for save in self.cache.states.save_decoded(row.allocation)]
 
     def _plan_row(self, row: Row, num_tokens: int) -> None:
         """Add the computation of the next `num_tokens` positions of a running sequence to the plan. The sequence must
@@ -366,6 +374,21 @@ class PlanBuilder:
         if samples:
             del self.worker_rows.active[row]
         self.cache.publish(row.allocation, row.num_settled_tokens)
+        if self.cache.states.num_states:
+            self._plan_states(row, start, start + num_tokens)
+
+    def _plan_states(self, row: Row, start: int, end: int) -> None:
+        """Plan the saves of a row that computes the positions from `start` to `end`. Beams save no states after their
+        prompt, because they continue in other sequences."""
+        states, allocation, group = self.cache.states, row.allocation, row.sequence.group
+        if allocation.states.source:
+            self.read_states.append(allocation.states.source)
+            allocation.states.source = 0
+        if group.beam is not None and start >= row.sequence.num_prompt_tokens:
+            return
+        if group.beam is None and group.rowless_sequences:
+            self.saves += [(row.slot, save) for save in states.save_fork(allocation, start, end)]
+        self.saves += [(row.slot, save) for save in states.save_prompt(allocation, start, end)]
 
     def add_beam_changes(self, beam_group: BeamGroup) -> None:
         """Add the result of the last beam selection to the plan: the beams that the worker must fork from another beam,
@@ -374,6 +397,7 @@ class PlanBuilder:
         A fork may create a beam in a slot in which the worker has no sequence yet.
         """
         self.forks.extend(beam_group.forks)
+        self.set_states.extend(beam_group.new_states)
         self.appended_tokens.extend(beam_group.appended)
         self.worker_rows.num_open += len(beam_group.new_slots)
         beam_group.forget_changes()
@@ -404,7 +428,7 @@ def num_missing_blocks(cache: CacheManager, work: Work) -> int:
     """Return how many more KV cache blocks must be allocated before the sequences in `work` can compute their
     tokens."""
     num_missing = sum(cache.room.num_missing_blocks(row.allocation, num_tokens) for row, num_tokens in work)
-    return num_missing + len(_tails_to_copy(cache, work)) * len(cache.index.windows.of_groups)
+    return num_missing + len(_tails_to_copy(cache, work)) * len(cache.room.windows.of_groups)
 
 
 def _tails_to_copy(cache: CacheManager, work: Work) -> list[Row]:
