@@ -208,11 +208,8 @@ class WorkerState:
         self.steps.num_steps += 1
         self.cache.copied(builder.copies)
         self.cache.states.read(builder.read_states)
-        number, public_id, host_id = (
-            self.cache.states.number,
-            self.cache.tiers.device.public_id,
-            self.cache.tiers.host.public_id,
-        )
+        number, tiers = self.cache.states.number, self.cache.tiers
+        device_id, host_id = tiers.device.public_id, tiers.host.public_id
         rows, moves = tuple(builder.rows), self.cache.moves.ordered_by(builder.step)
         self.unacknowledged.append(
             Dispatch(
@@ -234,8 +231,8 @@ class WorkerState:
         released_grammar_ids, self.grammars.released = self.grammars.released, []
         plan = builder.freeze(
             self.epoch,
-            swaps_out=[(public_id(move.device_block), host_id(move.host_block)) for move in moves if move.is_out],
-            swaps_in=[(host_id(move.host_block), public_id(move.device_block)) for move in moves if not move.is_out],
+            swaps_out=[(device_id(move.device_block), host_id(move.host_block)) for move in moves if move.is_out],
+            swaps_in=[(host_id(move.host_block), device_id(move.device_block)) for move in moves if not move.is_out],
             saves=[(slot, save.position, number(save.state)) for slot, save in builder.saves],
             released_slots=self.rows.slots.take_released(),
             released_grammar_ids=released_grammar_ids,
