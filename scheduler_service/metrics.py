@@ -83,6 +83,9 @@ _GAUGES = {
     "pagewire:host_blocks": ("Blocks in the host pool.", "num_host_blocks"),
     "pagewire:held_host_blocks": ("Host blocks allocated to sequences.", "num_held_host_blocks"),
     "pagewire:cached_host_blocks": ("Host blocks in the prefix cache.", "num_cached_host_blocks"),
+    "pagewire:device_states": ("States besides K and V in the device pool.", "num_device_states"),
+    "pagewire:held_device_states": ("Device states allocated to sequences or being saved.", "num_held_states"),
+    "pagewire:cached_device_states": ("Device states in the prefix cache.", "num_cached_states"),
 }
 # Gauges with the used share of a block pool: help text, and the attributes of SchedulerStats to divide.
 _USAGES = {

@@ -30,14 +30,19 @@ class BlockView:
         self._places: dict[str, int] = {}  # by owner
 
     def draw(self, block_map: BlockMap, num_columns: int, num_lines: int, wanted: str = "") -> str:
-        """Draw the blocks of the device pool and the host pool, and a legend. Return text of at most `num_columns`
-        columns.
+        """Draw the blocks of the device pool and the host pool, the states of both, and a legend. Return text of at
+        most `num_columns` columns.
 
-        The two pools share `num_lines` lines, less the lines of the legend and at least MIN_LINES, in proportion to
+        The pools share `num_lines` lines, less the lines of the legend and at least MIN_LINES, in proportion to
         their sizes. If `wanted` is not empty, the result has only the requests whose id contains this text.
         """
         self._place(block_map.owners)
-        pools = {"device blocks": block_map.device_blocks, "host blocks (after the +)": block_map.host_blocks}
+        pools = {
+            "device blocks": block_map.device_blocks,
+            "host blocks (after the +)": block_map.host_blocks,
+            "states (not counted below)": block_map.device_states,
+            "host states (not counted below)": block_map.host_states,
+        }
         pools = {name: uses for name, uses in pools.items() if uses}
         num_blocks = sum(map(len, pools.values()))
         if not num_blocks:

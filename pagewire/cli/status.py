@@ -187,6 +187,9 @@ def _info_rows(info: ServerInfo) -> list[tuple[str, str]]:
         rows.insert(2, ("weights", f"{worker.weight_format}, {describe_memory(worker.weight_bytes)} of memory"))
     if worker is not None and any(worker.layer_group_windows):
         rows.append(("layer groups", _describe_windows(worker.layer_group_windows)))
+    if worker is not None and worker.state_bytes:
+        size = describe_memory(worker.state_bytes)
+        rows.append(("states", f"{size} for each sequence besides its KV cache, of {worker.num_state_layers} layers"))
     rows += [("chat", f"refused: {refusal}") for refusal in info.chat_refusals]
     if info.structured_output_refusal:
         rows.append(("structured output", f"refused: {info.structured_output_refusal}"))
@@ -212,10 +215,12 @@ def _load_rows(loads: Loads) -> list[tuple[str, str]]:
     held = 100 * loads.num_held_blocks / loads.num_device_blocks if loads.num_device_blocks else 0.0
     hits = 100 * loads.num_cached_prompt_tokens / loads.num_prompt_tokens if loads.num_prompt_tokens else 0.0
     host_hits = 100 * loads.num_host_cached_prompt_tokens / loads.num_prompt_tokens if loads.num_prompt_tokens else 0.0
+    states = f"{loads.num_held_states} held of {loads.num_device_states}, {loads.num_cached_states} cached"
     return [
         ("running", f"{loads.num_running}, {loads.num_swapped} more are swapped out"),
         ("waiting", f"{loads.num_waiting} ({loads.num_waiting_tokens} prompt tokens)"),
         ("KV cache", f"{held:.1f} % held of {loads.num_device_blocks} blocks, {loads.num_cached_blocks} cached"),
+        *([("states", states)] if loads.num_device_states else []),
         ("throughput", f"{loads.generation_throughput:.1f} tokens/s"),
         *((name, described.get(name, "none yet")) for name in latencies),
         (

@@ -25,6 +25,8 @@ class WorkerInfo:
     weight_format: str
     weight_bytes: int
     layer_group_windows: tuple[int, ...] = ()
+    state_bytes: int = 0
+    num_state_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,9 @@ class Loads:
     time_to_first_token: Latency | None
     time_per_output_token: Latency | None
     queue_time: Latency | None
+    num_device_states: int
+    num_held_states: int
+    num_cached_states: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +161,14 @@ FREE, CACHED, MOVING, SHARED, HELD = range(5)
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The use of every KV cache block in device memory and in host memory. Entry i of a list describes block i + 1."""
+    """The use of every KV cache block in device memory and in host memory. Entry i of a list describes block i + 1. If
+    the model has states besides K and V, they have lists of their own."""
 
     owners: tuple[str, ...]
     device_blocks: tuple[int, ...]
     host_blocks: tuple[int, ...]
+    device_states: tuple[int, ...] = ()
+    host_states: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

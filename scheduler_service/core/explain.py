@@ -5,6 +5,7 @@ They report metrics, the state of one request and the reason why it waits, and t
 
 from collections import Counter
 
+from scheduler_service.core.cache import Match
 from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.plans import num_missing_blocks
 from scheduler_service.core.request import BlockHolder, BlockMap, BlockUse, RequestReport, SchedulerStats
@@ -19,6 +20,13 @@ def stats(state: Lifecycle) -> SchedulerStats:
     worker, waiting, counters = state.worker, state.waiting, state.counters
     cache = worker.cache
     num_copying, num_host_copying = cache.moves.num_copying()
+    num_cached_states, num_cached_host_states = (
+        sum(content is not None for content in contents[num_blocks + 1 :])
+        for contents, num_blocks in (
+            (cache.index.contents, cache.pool.num_blocks),
+            (cache.index.host_contents, cache.host_pool.num_blocks),
+        )
+    )
     return SchedulerStats(
         num_running=worker.rows.num_open,
         # Swapped requests are in the queue too, so they are subtracted.
@@ -28,10 +36,10 @@ def stats(state: Lifecycle) -> SchedulerStats:
         - sum(len(group.request.prompt_token_ids) for group in state.swapped),
         num_device_blocks=cache.pool.num_blocks,
         num_held_blocks=cache.pool.num_blocks - cache.pool.num_free - num_copying,
-        num_cached_blocks=cache.index.num_cached_blocks,
+        num_cached_blocks=cache.index.num_cached_blocks - num_cached_states,
         num_host_blocks=cache.host_pool.num_blocks,
         num_held_host_blocks=cache.host_pool.num_blocks - cache.host_pool.num_free - num_host_copying,
-        num_cached_host_blocks=cache.index.num_cached_host_blocks,
+        num_cached_host_blocks=cache.index.num_cached_host_blocks - num_cached_host_states,
         num_preemptions=counters.num_preemptions,
         num_swap_preemptions=counters.num_swap_preemptions,
         num_moved_blocks_out=counters.num_moved_blocks_out + cache.moves.num_moved_out,
@@ -45,6 +53,9 @@ def stats(state: Lifecycle) -> SchedulerStats:
         num_overdue_requests=counters.num_overdue_requests,
         num_kept_session_tokens=tuple(counters.num_kept_session_tokens),
         num_lost_session_tokens=tuple(counters.num_lost_session_tokens),
+        num_device_states=cache.states.num_states,
+        num_held_states=cache.states.num_states - cache.tiers.device.states.num_free,
+        num_cached_states=num_cached_states,
     )
 
 
@@ -94,20 +105,25 @@ def block_map(state: Lifecycle) -> BlockMap:
     )
     for move in cache.moves:
         device[move.device_block - 1] = host[move.host_block - 1] = BlockUse.MOVING
+    for save in [save for dispatch in state.worker.unacknowledged for save in dispatch.saves]:
+        device[save.state - 1] = BlockUse.MOVING
     owners: list[str] = []
     for group in state.groups.values():
         use = BlockUse.HELD + len(owners)
-        held = [
-            *((device, sequence.allocation.blocks) for sequence in group.sequences),
-            *((host, sequence.allocation.host_blocks) for sequence in group.sequences),
-        ]
+        held: list[tuple[list[int], set[int]]] = []
+        for allocation in [sequence.allocation for sequence in group.sequences]:
+            states = allocation.states
+            held.append((device, allocation.blocks.union(states.held)))
+            held.append((host, allocation.host_blocks | ({states.host} - {0})))
         for uses, blocks in held:
             for block in blocks:
                 is_shared = uses[block - 1] >= BlockUse.SHARED and uses[block - 1] != use
                 uses[block - 1] = BlockUse.SHARED if is_shared else use
         if any(blocks for _, blocks in held):
             owners.append(group.request.request_id)
-    return BlockMap(tuple(owners), tuple(map(int, device)), tuple(map(int, host)))
+    num_blocks, num_host_blocks = cache.pool.num_blocks, cache.host_pool.num_blocks
+    parts = (device[:num_blocks], host[:num_host_blocks], device[num_blocks:], host[num_host_blocks:])
+    return BlockMap(tuple(owners), *(tuple(map(int, part)) for part in parts))
 
 
 def _num_wanted_blocks(group: SequenceGroup, worker: WorkerState) -> int:
@@ -146,6 +162,8 @@ def _reason(group: SequenceGroup, worker: WorkerState, position: int | None, num
     if worker.rows.slots.num_free < group.num_first_slots:
         of_all = f"{group.num_first_slots} of {worker.rows.slots.num_slots}"
         return f"{was}waits for {of_all} rows, {worker.rows.slots.num_free} are free{_position_reason(group)}"
+    if not worker.cache.states.has_room([sequence.allocation for sequence in group.sequences[:1]], Match()):
+        return f"{was}waits for a state of the model, all {worker.cache.states.num_states} are used"
     if num_wanted > num_free:
         return f"{was}waits for {num_wanted} blocks, {num_free} are free{_position_reason(group)}"
     return f"{was}is next{_position_reason(group)}"

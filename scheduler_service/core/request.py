@@ -205,6 +205,9 @@ class SchedulerStats:
     num_kept_session_tokens: tuple[int, ...] = (0,) * NUM_SESSION_AGES
     num_lost_session_tokens: tuple[int, ...] = (0,) * NUM_SESSION_AGES
     num_discarded_tokens: int = 0  # of num_generation_tokens, tokens that beam searches did not return
+    num_device_states: int = 0  # 0: the model has no states besides K and V
+    num_held_states: int = 0
+    num_cached_states: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +262,13 @@ class BlockUse(IntEnum):
 @dataclass(frozen=True, slots=True)
 class BlockMap:
     """A map of all KV cache blocks on the device and on the host, for diagnosis. Entry i is the use of block i + 1,
-    because block numbers start at 1."""
+    because block numbers start at 1. States besides K and V have maps of their own."""
 
     owners: tuple[str, ...]  # request ids
     device: tuple[int, ...]  # BlockUse
     host: tuple[int, ...]
+    device_states: tuple[int, ...] = ()
+    host_states: tuple[int, ...] = ()
 
 
 class Tier(Enum):

@@ -129,7 +129,13 @@ class SchedulerServicer(RequestServicer):
     ) -> scheduler_pb2.GetBlocksResponse:
         self._authenticator.call(context).caller.check_operator("the map of blocks")
         found = explain.block_map(self._step_loop.state)
-        return scheduler_pb2.GetBlocksResponse(owners=found.owners, device_blocks=found.device, host_blocks=found.host)
+        return scheduler_pb2.GetBlocksResponse(
+            owners=found.owners,
+            device_blocks=found.device,
+            host_blocks=found.host,
+            device_states=found.device_states,
+            host_states=found.host_states,
+        )
 
     async def SubscribeKvEvents(
         self, request: scheduler_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext

@@ -628,14 +628,18 @@ class GetBlocksRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetBlocksResponse(_message.Message):
-    __slots__ = ("owners", "device_blocks", "host_blocks")
+    __slots__ = ("owners", "device_blocks", "host_blocks", "device_states", "host_states")
     OWNERS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_STATES_FIELD_NUMBER: _ClassVar[int]
+    HOST_STATES_FIELD_NUMBER: _ClassVar[int]
     owners: _containers.RepeatedScalarFieldContainer[str]
     device_blocks: _containers.RepeatedScalarFieldContainer[int]
     host_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, owners: _Optional[_Iterable[str]] = ..., device_blocks: _Optional[_Iterable[int]] = ..., host_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    device_states: _containers.RepeatedScalarFieldContainer[int]
+    host_states: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, owners: _Optional[_Iterable[str]] = ..., device_blocks: _Optional[_Iterable[int]] = ..., host_blocks: _Optional[_Iterable[int]] = ..., device_states: _Optional[_Iterable[int]] = ..., host_states: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SubscribeKvEventsRequest(_message.Message):
     __slots__ = ("start_sequence_number", "instance_id")
@@ -790,7 +794,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., chat_template: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., pipeline_depth: _Optional[int] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., model_digest: _Optional[bytes] = ..., max_sequence_tokens: _Optional[int] = ..., unavailable_reason: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., has_tenants: bool = ..., structured_output_refusal: _Optional[str] = ..., named_chat_templates: _Optional[_Mapping[str, str]] = ..., chat_refusals: _Optional[_Iterable[str]] = ..., served_model_aliases: _Optional[_Iterable[str]] = ..., front_end_protocol: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "epoch", "device", "dtype", "attention_backend", "block_size", "num_device_blocks", "block_bytes", "num_host_blocks", "swap_bandwidth", "sliding_window", "grammar_version", "weight_format", "weight_bytes", "layer_group_windows")
+    __slots__ = ("worker_id", "epoch", "device", "dtype", "attention_backend", "block_size", "num_device_blocks", "block_bytes", "num_host_blocks", "swap_bandwidth", "sliding_window", "grammar_version", "weight_format", "weight_bytes", "layer_group_windows", "state_bytes", "num_state_layers")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -806,6 +810,8 @@ class WorkerInfo(_message.Message):
     WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAYER_GROUP_WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     device: str
@@ -821,14 +827,16 @@ class WorkerInfo(_message.Message):
     weight_format: str
     weight_bytes: int
     layer_group_windows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., sliding_window: _Optional[int] = ..., grammar_version: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., layer_group_windows: _Optional[_Iterable[int]] = ...) -> None: ...
+    state_bytes: int
+    num_state_layers: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., sliding_window: _Optional[int] = ..., grammar_version: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., layer_group_windows: _Optional[_Iterable[int]] = ..., state_bytes: _Optional[int] = ..., num_state_layers: _Optional[int] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_device_blocks", "num_held_blocks", "num_cached_blocks", "num_preemptions", "num_generation_tokens", "num_prompt_tokens", "num_cached_prompt_tokens", "generation_throughput", "worker_connected", "num_worker_losses", "num_swapped", "num_host_blocks", "num_held_host_blocks", "num_cached_host_blocks", "num_swap_preemptions", "num_moved_blocks_out", "num_moved_blocks_in", "num_host_cached_prompt_tokens", "num_admitted_requests", "num_overdue_requests", "num_kept_session_tokens", "num_lost_session_tokens", "num_discarded_tokens", "time_to_first_token", "time_per_output_token", "queue_time")
+    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_device_blocks", "num_held_blocks", "num_cached_blocks", "num_preemptions", "num_generation_tokens", "num_prompt_tokens", "num_cached_prompt_tokens", "generation_throughput", "worker_connected", "num_worker_losses", "num_swapped", "num_host_blocks", "num_held_host_blocks", "num_cached_host_blocks", "num_swap_preemptions", "num_moved_blocks_out", "num_moved_blocks_in", "num_host_cached_prompt_tokens", "num_admitted_requests", "num_overdue_requests", "num_kept_session_tokens", "num_lost_session_tokens", "num_discarded_tokens", "time_to_first_token", "time_per_output_token", "queue_time", "num_device_states", "num_held_states", "num_cached_states")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -858,6 +866,9 @@ class GetLoadsResponse(_message.Message):
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TIME_PER_OUTPUT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TIME_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICE_STATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_STATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_STATES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
@@ -887,7 +898,10 @@ class GetLoadsResponse(_message.Message):
     time_to_first_token: Latency
     time_per_output_token: Latency
     queue_time: Latency
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_prompt_tokens: _Optional[int] = ..., generation_throughput: _Optional[float] = ..., worker_connected: bool = ..., num_worker_losses: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_held_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_moved_blocks_out: _Optional[int] = ..., num_moved_blocks_in: _Optional[int] = ..., num_host_cached_prompt_tokens: _Optional[int] = ..., num_admitted_requests: _Optional[int] = ..., num_overdue_requests: _Optional[int] = ..., num_kept_session_tokens: _Optional[_Iterable[int]] = ..., num_lost_session_tokens: _Optional[_Iterable[int]] = ..., num_discarded_tokens: _Optional[int] = ..., time_to_first_token: _Optional[_Union[Latency, _Mapping]] = ..., time_per_output_token: _Optional[_Union[Latency, _Mapping]] = ..., queue_time: _Optional[_Union[Latency, _Mapping]] = ...) -> None: ...
+    num_device_states: int
+    num_held_states: int
+    num_cached_states: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_prompt_tokens: _Optional[int] = ..., generation_throughput: _Optional[float] = ..., worker_connected: bool = ..., num_worker_losses: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_held_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_moved_blocks_out: _Optional[int] = ..., num_moved_blocks_in: _Optional[int] = ..., num_host_cached_prompt_tokens: _Optional[int] = ..., num_admitted_requests: _Optional[int] = ..., num_overdue_requests: _Optional[int] = ..., num_kept_session_tokens: _Optional[_Iterable[int]] = ..., num_lost_session_tokens: _Optional[_Iterable[int]] = ..., num_discarded_tokens: _Optional[int] = ..., time_to_first_token: _Optional[_Union[Latency, _Mapping]] = ..., time_per_output_token: _Optional[_Union[Latency, _Mapping]] = ..., queue_time: _Optional[_Union[Latency, _Mapping]] = ..., num_device_states: _Optional[int] = ..., num_held_states: _Optional[int] = ..., num_cached_states: _Optional[int] = ...) -> None: ...
 
 class Latency(_message.Message):
     __slots__ = ("num_sequences", "mean", "p50", "p99")
