@@ -54,7 +54,8 @@ def _token_bytes(token_ids: Sequence[int], block_index: int, block_size: int) ->
     return array("I", token_ids[start : start + block_size]).tobytes()
 
 
-_STATE_WINDOW = 2  # with any block size, a sequence that starts after a node needs the node's own state alone
+# A sequence that starts after a node needs the node's own state alone. No layer group has this window.
+_STATE_WINDOW = -1
 
 
 class Windows(NamedTuple):
