@@ -81,6 +81,8 @@ class Attention:
     has_sinks: bool = False
     # The attended values are multiplied by the sigmoid of a projection of the input, `gate_proj`.
     has_gate: bool = False
+    # The same, but the module of the queries stores the rows of each head's gates after the head's query rows.
+    has_gated_queries: bool = False
 
     def __call__(
         self,
@@ -119,15 +121,21 @@ class Attention:
         yield QkNormRopeStore(made, "queries", self.layer, heads, self.num_positions, *norms, *turns)
         sinks = Vector(f"{name}.sinks", _of_heads(heads.num_heads, 1), is_float32=True)
         yield AttendPaged("queries", "attended", self.layer, heads, sinks if self.has_sinks else None)
-        yield from self._project(name, output, source, is_transposed=is_transposed)
+        yield from self._project(name, qkv[0], output, source, is_transposed=is_transposed)
 
-    def _project(self, name: str, output: str, source: str, *, is_transposed: bool) -> Iterator[Operation]:
+    def _project(
+        self, name: str, queries: str, output: str, source: str, *, is_transposed: bool
+    ) -> Iterator[Operation]:
         """Yield the operations that follow attention: the gate, which depends on the buffer `source`, if the layer has
         one, and the output projection."""
         hidden, size = Share.of(self.hidden_size), self.heads.head_dim
         columns, attended = _of_heads(self.heads.num_heads * size, size), "attended"
-        if self.has_gate:
-            yield Multiply(source, "head_gates", Projection((Part(f"{name}.gate_proj", columns),), hidden))
+        if self.has_gate or self.has_gated_queries:
+            gates = Part(f"{name}.gate_proj", columns)
+            if self.has_gated_queries:
+                gates = Part(f"{name}.{queries}", columns, 2 * size, size)
+            has_bias = self.qkv_bias and self.has_gated_queries
+            yield Multiply(source, "head_gates", Projection((gates,), hidden, has_bias))
             yield Gate(attended, "head_gates", "gated_heads")
             attended = "gated_heads"
         down = Projection((Part(f"{name}.{output}", hidden),), columns, self.output_bias, is_transposed=is_transposed)
@@ -140,7 +148,8 @@ class Attention:
         shares = [queries, values, values]
         if unit:
             shares = [Share.of(heads.num_kv_heads * sum(unit), sum(unit), "KV heads")]
-        return tuple(parts_of([f"{name}.{each}" for each in qkv], shares))
+        first, *others = parts_of([f"{name}.{each}" for each in qkv], shares)
+        return (replace(first, period=2 * size) if self.has_gated_queries else first, *others)
 
     def _norm(self, name: str, num_heads: int, order: tuple[int, ...]) -> Vector | None:
         """Return the weight of the norm of the queries, or of the keys, of `num_heads` heads. Depending on `qk_norm`,

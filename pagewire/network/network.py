@@ -1,6 +1,7 @@
 """A model as described by the files of a checkpoint."""
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from pagewire.network.operations import (
     AttendPaged,
@@ -8,6 +9,7 @@ from pagewire.network.operations import (
     OperationList,
     QkNormRopeStore,
     head_of,
+    state_shapes,
 )
 from pagewire.network.rewrites import cut, with_ropes
 from pagewire.network.rope import RopeConfig
@@ -38,6 +40,11 @@ class Network:
     def heads(self) -> AttentionHeads:
         """The attention heads of the first layer. Other layers may have other heads, see `layers`."""
         return self.layers[0]
+
+    @property
+    def state_size(self) -> int:
+        """The number of float32 values in the state of a sequence; 0: the model has no states."""
+        return sum(map(prod, state_shapes(self.operations).values()))
 
     @property
     def has_sinks(self) -> bool:

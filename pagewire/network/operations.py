@@ -7,6 +7,7 @@ operations in order: with one call of C code on a CPU, or with one Python functi
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 from pagewire.network.expert_routing import ExpertRouting
@@ -78,11 +79,19 @@ class Vector:
     # For each value of a head, its index in the checkpoint's head; empty: the same order.
     head_order: tuple[int, ...] = ()
     parts: tuple[str, ...] = ()  # the checkpoint stores each value as a tensor of its own, `name`.part
+    is_log: bool = False  # the checkpoint stores log(-value) for each value
+    # The ranges of `values` that are split among ranks one by one, in their order; empty: `values` is split.
+    sections: tuple[Share, ...] = ()
 
     @property
     def num_elements(self) -> int:
         """The number of stored values of this weight."""
-        return self.values.size
+        return sum(share.size for share in self.shares)
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """The ranges of the checkpoint's tensor that this weight consists of, in their order."""
+        return self.sections or (self.values,)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -115,10 +124,34 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Part:
     """One checkpoint module that provides rows of a `Projection`. The fields are the module's name, and the range of
-    the module's rows to use."""
+    the module's rows to use.
+
+    Some modules store the rows of several projections in turn, for example query rows and gate rows of each head. Then
+    `period` is the number of rows of all of them for one unit of `rows`. This part's rows of the unit begin at
+    `offset`. `rows` counts only the rows of this part."""
 
     name: str
     rows: Share
+    period: int = 0  # 0: the module stores no other rows in between
+    offset: int = 0
+
+    @property
+    def stored_rows(self) -> Share:
+        """The range of the module's rows that contains the rows of this part."""
+        if not self.period:
+            return self.rows
+        size, whole, first = (
+            rows // self.rows.unit * self.period for rows in (self.rows.size, self.rows.whole, self.rows.first)
+        )
+        return replace(self.rows, size=size, whole=whole, first=first, unit=self.period)
+
+    @property
+    def row_indexes(self) -> tuple[int, ...]:
+        """The indexes of this part's rows in `stored_rows`. The tuple is empty if it has all of these rows."""
+        if not self.period:
+            return ()
+        firsts = range(self.offset, self.stored_rows.size, self.period)
+        return tuple(row for first in firsts for row in range(first, first + self.rows.unit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +199,10 @@ class Projection:
 
     @property
     def name(self) -> str:
-        """The name of the projection's first checkpoint module."""
-        return self.parts[0].name
+        """The name of the first checkpoint module. If the module's first rows belong to another projection, the
+        index of this projection's first row is appended."""
+        first = self.parts[0]
+        return f"{first.name}_{first.offset}" if first.offset else first.name
 
     @property
     def in_size(self) -> int:
@@ -471,6 +506,10 @@ class DeltaRule:
         """The shape of the state: the matrix of each head."""
         return self.num_heads, self.key_dim, self.value_dim
 
+    def of_rank(self, num_ranks: int) -> "DeltaRule":
+        """Return the operation on one of `num_ranks` tensor-parallel ranks. Their number must divide the key heads."""
+        return replace(self, num_heads=self.num_heads // num_ranks, num_key_heads=self.num_key_heads // num_ranks)
+
 
 @dataclass(frozen=True, slots=True)
 class NormalizeGated:
@@ -585,6 +624,13 @@ def state_shapes(operations: OperationList) -> dict[int, tuple[int, ...]]:
         for index, operation in enumerate(operations)
         if isinstance(operation, Convolve | DeltaRule)
     }
+
+
+def state_offsets(operations: OperationList) -> dict[int, int]:
+    """Return the index of the first value in a sequence's state of each operation that has a state, by the operation's
+    index in the list."""
+    shapes = state_shapes(operations)
+    return dict(zip(shapes, accumulate(map(prod, shapes.values()), initial=0), strict=False))
 
 
 def num_elements(operations: OperationList) -> int:

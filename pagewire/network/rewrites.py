@@ -11,6 +11,7 @@ from pagewire.network.operations import (
     AllReduce,
     AttentionHeads,
     CombineExperts,
+    DeltaRule,
     Embed,
     Gate,
     Multiply,
@@ -82,7 +83,7 @@ def cut(operations: OperationList, rank: int, num_ranks: int) -> OperationList:
     """Split a model for tensor parallelism, and return the operations of one rank. The model is split as in Megatron-LM
     (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053): a rank computes some outputs, or uses some inputs, of each
     projection. Partial results are summed over the ranks before they are used. Embeddings, norms and routers are not
-    split.
+    split. The state of a sequence on a rank is the part for the rank's channels and heads.
 
     Raises ValueError if the model cannot be split among `num_ranks` ranks.
     """
@@ -95,12 +96,14 @@ def cut(operations: OperationList, rank: int, num_ranks: int) -> OperationList:
         return replace(projection, parts=parts, columns=columns, adds_bias=rank == 0 or columns == projection.columns)
 
     def share(vector: Vector) -> Vector:
-        return replace(vector, values=vector.values.of_rank(rank, num_ranks))
+        sections = tuple(section.of_rank(rank, num_ranks) for section in vector.sections)
+        return replace(vector, values=vector.values.of_rank(rank, num_ranks), sections=sections)
 
     def heads(heads: AttentionHeads) -> AttentionHeads:
         return heads.of_rank(rank, num_ranks)
 
     own = rewrite(operations, {Vector: share, Projection: project, AttentionHeads: heads})
+    own = tuple(each.of_rank(num_ranks) if type(each) is DeltaRule else each for each in own)
     return tuple(_with_all_reduces(own))
 
 

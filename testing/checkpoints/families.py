@@ -52,6 +52,8 @@ FAMILIES = (
     "phi3small",
     "llama4_text",
     "afmoe",
+    "lfm2",
+    "qwen3_5_text",
 )
 
 DECODER = {
@@ -67,6 +69,10 @@ DECODER = {
 # For families whose heads always have the size hidden_size / num_attention_heads.
 PLAIN_HEADS = {key: value for key, value in DECODER.items() if key != "head_dim"}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+DELTA_NET = {
+    **{"linear_num_value_heads": 6, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
+    "partial_rotary_factor": 0.5,
+}
 # Keyed by transformers' model types. There is no end token, so that greedy continuations have the requested length.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": DECODER,
@@ -179,6 +185,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{**DECODER, **EXPERTS, "num_hidden_layers": 4, "num_dense_layers": 1, "num_shared_experts": 2},
         **{"route_scale": 1.5, "sliding_window": 20, "mup_enabled": True},
     },
+    "lfm2": {
+        **{**PLAIN_HEADS, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+        **{"block_multiple_of": 48},
+    },
+    "qwen3_5_text": {
+        **{
+            **DECODER,
+            "num_hidden_layers": 5,
+            "layer_types": [*["linear_attention"] * 3, "full_attention", "linear_attention"],
+        },
+        **DELTA_NET,
+    },
     "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mpt": {
         **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
@@ -194,6 +212,7 @@ NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8, "gpt_os
     "llama4_text": 4,
     "afmoe": 8,
 }
+ADDING_ONE = ("gemma", "qwen3_5")  # 1 is added to the weights of norms
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -229,7 +248,8 @@ def draw_weights(model: Any, seed: int) -> None:
     corrections = [named for named in model.named_buffers() if named[0].endswith("e_score_correction_bias")]
     for name, parameter in [*model.named_parameters(), *corrections]:
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(_scaled(name, noise, around=0 if model.config.model_type.startswith("gemma") else 1))
+        adds_one = model.config.model_type.startswith(ADDING_ONE) and not name.endswith("linear_attn.norm.weight")
+        parameter.copy_(_scaled(name, noise, around=0 if adds_one else 1))
 
 
 def _scaled(name: str, noise: torch.Tensor, around: int) -> torch.Tensor:

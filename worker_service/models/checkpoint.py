@@ -4,7 +4,7 @@ loaded."""
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,7 @@ from pagewire.network.checkpoint_files import (
 )
 from pagewire.network.stacks import StackedPart, Stacks, find_part, unstacked_names, with_layout
 
+RowsT = TypeVar("RowsT", Tensor, StoredWeight)
 FLOATS = {"F32": StoredFormat(torch.float32), "F16": StoredFormat(torch.float16), "BF16": StoredFormat(torch.bfloat16)}
 
 
@@ -27,11 +28,16 @@ FLOATS = {"F32": StoredFormat(torch.float32), "F16": StoredFormat(torch.float16)
 class Piece:
     """A request to read a tensor of a checkpoint, or a part of it, into memory. `target` is the tensor to fill, `shape`
     is the full shape of the checkpoint's tensor, and `index` selects the part to read. If `index` is empty, the whole
-    tensor is read, and it must have the shape of the target."""
+    tensor is read, and it must have the shape of the target. `rows` selects rows of the part; None selects all."""
 
     target: Tensor
     shape: tuple[int, ...] = ()
     index: tuple[slice, ...] = ()
+    rows: Tensor | None = None  # int64
+
+    def choose_rows(self, part: RowsT) -> RowsT:
+        """Return the rows to keep of the part of the tensor that `index` selects."""
+        return part if self.rows is None else part[self.rows]
 
     def rows_and_columns(self) -> tuple[slice, ...]:
         """Return the slice of rows and the slice of columns that this piece reads from a matrix in the checkpoint."""
@@ -144,13 +150,14 @@ class Checkpoint(Tensors):
 
     def check(self, name: str, piece: Piece) -> None:
         """Raise CheckpointError unless the checkpoint has a float tensor with this name and with the shape that `piece`
-        expects. A single value may have no dimension."""
+        expects. A single value may have no dimension. A convolution's weight is [channels, 1, kernel size]."""
         expected = list(piece.shape or piece.target.shape)
         described = self.described(name)
         if name not in self.names:
             raise CheckpointError(f"tensor {described} is missing in {self.path}; expected shape {expected}")
         header = self.header(name)
-        if list(header.shape) != expected and (header.shape, expected) != ((), [1]):
+        allowed = [tuple(expected), (expected[0], 1, *expected[1:])] + [()] * (expected == [1])
+        if header.shape not in allowed:
             shapes = f"shape {list(header.shape)}, expected {expected}"
             raise CheckpointError(f"tensor {described} in {header.file} has {shapes} from {CONFIG_FILE}")
         if header.dtype not in FLOAT_BYTES:
@@ -165,7 +172,7 @@ class Checkpoint(Tensors):
 
         The piece must have passed `check`. Raises CheckpointError if the file cannot be read.
         """
-        piece.target.copy_(self.read(name, piece.index))
+        piece.target.copy_(piece.choose_rows(self.read(name, piece.index)).view_as(piece.target))
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """Read an existing tensor from its safetensors file, or only the part that `index` selects, and return it on

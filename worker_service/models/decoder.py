@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.states import StateRows
 from pagewire.network.network import Network
 from pagewire.network.operations import (
     LmHead,
@@ -22,6 +23,7 @@ from pagewire.network.operations import (
     embedding_of,
     last_uses,
     replaced,
+    state_offsets,
     weights_of,
 )
 from pagewire.network.rope import QueryScaling, RopeConfig
@@ -70,9 +72,10 @@ class Decoder(nn.Module):
         *before, head = network.operations
         assert type(head) is LmHead
         self._head = head
-        # With the buffers that are released after each operation.
-        self._before = list(zip(before, last_uses(network.operations), strict=False))
-        self._steps: list[tuple[Any, tuple[str, ...]]] = []  # the same, with weights replaced by their holders
+        # With the buffers that are released after each operation, and the offset of the operation's state, if any.
+        offsets = map(state_offsets(network.operations).get, range(len(before)))
+        self._before = list(zip(before, last_uses(network.operations), offsets, strict=False))
+        self._steps: list[tuple[Any, tuple[str, ...], int | None]] = []  # the same, with weights replaced by holders
         self.holders: dict[Weight, Any] = {}  # for a vector, its values once `bind` has run
         self.places: list[Place] = []
         for weight in weights_of(network.operations):
@@ -125,7 +128,7 @@ class Decoder(nn.Module):
         bound: dict[type, Callable[[Any], Any]] = dict.fromkeys((Vector, Table, Projection), self.holders.__getitem__)
         bound[QueryScaling] = self.tables.__getitem__
         self._steps = [
-            (replaced(self.with_rope_table(operation), bound), released) for operation, released in self._before
+            (replaced(self.with_rope_table(operation), bound), *others) for operation, *others in self._before
         ]
         if self.network.unused_tokens:
             self._unused_tokens = torch.tensor(self.network.unused_tokens, device=next(self.parameters()).device)
@@ -138,23 +141,33 @@ class Decoder(nn.Module):
         values = self.get_parameter(vector.name).data
         if vector.order:
             values.copy_(values[torch.tensor(vector.order)])
+        if vector.is_log:
+            values.exp_().neg_()
         return values.add_(1) if vector.adds_one else values
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, states: StateRows | None = None) -> Tensor:
         """Return the final hidden states, [T, hidden_size], of a flat batch of T tokens. `token_ids` and `positions`
-        are [T] int64, and `attend` computes attention over the KV cache."""
-        step = Step(self, token_ids, positions, attend)
-        for operation, released in self._steps:
-            step.run_operation(operation)
+        are [T] int64, and `attend` computes attention over the KV cache. `states` is needed for a model with states,
+        which are updated."""
+        step = Step(self, token_ids, positions, attend, states)
+        for operation, released, offset in self._steps:
+            step.run_operation(operation, offset)
             for buffer in released:
                 del step.buffers[buffer]
         return step.buffers[self._head.input]
 
-    def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
+    def forward_logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        logit_rows: Tensor,
+        states: StateRows | None = None,
+    ) -> Outputs:
         """Run one forward pass over T tokens. Return the hidden states of all tokens, and the logits of the R tokens in
         `logit_rows`. `token_ids` and `positions` are [T] int64. `logit_rows` [R] int64 contains indexes of tokens.
-        `attend` computes attention over the KV cache."""
-        hidden = self.forward(token_ids, positions, attend)
+        `attend` computes attention over the KV cache. `states` is needed for a model with states, which are updated."""
+        hidden = self.forward(token_ids, positions, attend, states)
         began_ns = time.perf_counter_ns()
         if len(logit_rows):
             chosen = hidden if len(logit_rows) == len(hidden) else hidden.index_select(0, logit_rows)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagewire.kernels.arguments import NormRopeParams
+from pagewire.kernels.states import StateRows
 from pagewire.network.operations import (
     Activate,
     Add,
@@ -23,11 +24,14 @@ from pagewire.network.operations import (
     AttendPaged,
     Clip,
     CombineExperts,
+    Convolve,
+    DeltaRule,
     Embed,
     Gate,
     Multiply,
     MultiplyRouted,
     Normalize,
+    NormalizeGated,
     NormalizeProjections,
     QkNormRopeStore,
     RouteTopK,
@@ -46,16 +50,23 @@ class Step:
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     attend: Attend
+    states: StateRows | None = None  # needed for a model with states
     # Tensors [T, width] by name. Routes are the ids and weights of experts; queries are the result of
     # `Operations.turn`.
     buffers: dict[str, Any] = field(default_factory=dict)
     _looked_up: dict[object, Any] = field(default_factory=dict)
 
-    def run_operation(self, operation: Any) -> None:
+    def run_operation(self, operation: Any, state_offset: int | None) -> None:
         """Run one operation of the model, for example a matrix multiplication. Its result is stored in the operation's
-        output buffer. An `Add` writes its result to its input buffer instead."""
+        output buffer. An `Add` writes its result to its input buffer instead. `state_offset` is the index of the
+        operation's first value in a state, or None if the operation has no state."""
         name = operation.input if type(operation) is Add else operation.output
-        self.buffers[name] = _FUNCTIONS[type(operation)](operation, self)
+        if state_offset is None:
+            self.buffers[name] = _FUNCTIONS[type(operation)](operation, self)
+        else:
+            assert self.states is not None
+            function, x = _STATE_FUNCTIONS[type(operation)], self.buffers[operation.input]
+            self.buffers[name] = function(operation, self, x, self.states, state_offset)
 
     def at_positions(self, table: Callable[[Tensor], Any]) -> Any:
         """Look up the rows of a table, such as the cosines and sines of rotary position embedding, at the positions of
@@ -205,6 +216,28 @@ def _all_reduce(operation: Any, step: Step) -> Tensor:
     return step.model.communicator.all_reduce(step.buffers[operation.input])
 
 
+def _convolve(operation: Any, step: Step, x: Tensor, states: StateRows, offset: int) -> Tensor:
+    weight = operation.weight.view(-1, operation.kernel_size)
+    return step.model.operations.convolve(x, weight, operation.bias, states, offset, is_gated=operation.is_gated)
+
+
+def _apply_delta_rule(operation: Any, step: Step, x: Tensor, states: StateRows, offset: int) -> Tensor:
+    gate, key_heads = step.buffers[operation.gate], operation.num_key_heads
+    weights = operation.decay, operation.bias
+    return step.model.operations.apply_delta_rule(
+        x, gate, *weights, states, offset, num_key_heads=key_heads, key_dim=operation.key_dim
+    )
+
+
+def _normalize_gated(operation: Any, step: Step) -> Tensor:
+    x, gate = step.buffers[operation.input], step.buffers[operation.gate]
+    return step.model.operations.normalize_gated(x, gate, operation.weight, operation.eps)
+
+
+_STATE_FUNCTIONS: dict[type, Callable[[Any, Step, Tensor, StateRows, int], Tensor]] = {
+    Convolve: _convolve,
+    DeltaRule: _apply_delta_rule,
+}
 _FUNCTIONS: dict[type, Callable[[Any, Step], Any]] = {
     Embed: _embed,
     Add: _add,
@@ -220,4 +253,5 @@ _FUNCTIONS: dict[type, Callable[[Any, Step], Any]] = {
     QkNormRopeStore: _prepare_heads,
     AttendPaged: _attend,
     AllReduce: _all_reduce,
+    NormalizeGated: _normalize_gated,
 }

@@ -75,7 +75,7 @@ class GgufCheckpoint(Tensors):
         """Read a quantised weight, or the rows and columns that `piece` selects. The codes and scales are returned
         without conversion to floats. Raises CheckpointError if the file cannot be read or a scale is not finite."""
         row_index, columns = piece.rows_and_columns()
-        return StoredWeight.join([rows.cut(columns) for _, rows in self._rows(name, row_index)])
+        return piece.choose_rows(StoredWeight.join([rows.cut(columns) for _, rows in self._rows(name, row_index)]))
 
     def working_bytes(self, name: str, num_elements: int) -> int:
         """Return an upper bound on the temporary memory, in bytes, needed to read a weight with `num_elements`
@@ -113,6 +113,9 @@ class GgufCheckpoint(Tensors):
         finite.
         """
         row_index, *columns = piece.index or (slice(None),)
+        if piece.rows is not None:
+            piece.target.copy_(self.quantized(name, piece).dequantized())
+            return
         for place, rows in self._rows(name, row_index):
             piece.target[place].copy_(rows.dequantized()[(slice(None), *columns)])
 

@@ -158,7 +158,7 @@ class QuantizedCheckpoint(Tensors):
         except FaultyTensorError as error:
             kind, fault = error.args
             self._refuse(names[kind], fault, error)
-        return whole[rows].cut(columns)
+        return piece.choose_rows(whole[rows]).cut(columns)
 
     def _is_stored(self, weight: _Weight) -> bool:
         names, own_name = self._checkpoint.names, f"{weight.module}{_SUFFIX}"

@@ -86,14 +86,18 @@ class QuantizingTensors(Tensors):
         if a file cannot be read, or if the weight contains values that cannot be quantised."""
         out_size, in_size = piece.target.shape
         first = (piece.index[0].start or 0) if piece.index else 0
+        source_rows = torch.arange(out_size) if piece.rows is None else piece.rows
         codes = torch.empty(out_size, in_size, dtype=torch.int8)
         whole = StoredWeight(codes, torch.empty(out_size, in_size // GROUP_SIZE), GROUP_SIZE)
         num_rows = max(1, _CHUNK_ELEMENTS // in_size // self._unit) * self._unit
         for start in range(0, out_size, num_rows):
             rows = slice(start, min(start + num_rows, out_size))
             values = torch.empty(rows.stop - start, in_size)
-            index = (slice(first + start, first + rows.stop), *piece.index[1:])
-            self.copy(name, Piece(values, piece.shape or tuple(piece.target.shape), index))
+            chosen = source_rows[rows]
+            lowest = int(chosen[0])
+            index = (slice(first + lowest, first + int(chosen[-1]) + 1), *piece.index[1:])
+            shape = piece.shape or tuple(piece.target.shape)
+            self.copy(name, Piece(values, shape, index, None if piece.rows is None else chosen - lowest))
             try:
                 part = self._quantize(values, self._bits[name])
             except ValueError as error:

@@ -11,6 +11,7 @@ from torch import Tensor
 from pagewire.kernels.arguments import NormRopeParams
 from pagewire.kernels.experts import multiply_routed, route_tokens, sum_slots
 from pagewire.kernels.quantized import quantize
+from pagewire.kernels.states import apply_delta_rule, convolve, normalize_gated
 from pagewire.kernels.weight import StoredFormat, StoredWeight
 from worker_service.models.rope import rotate
 
@@ -91,6 +92,9 @@ class Operations:
 
     route_tokens = staticmethod(route_tokens)
     sum_slots = staticmethod(sum_slots)
+    convolve = staticmethod(convolve)
+    apply_delta_rule = staticmethod(apply_delta_rule)
+    normalize_gated = staticmethod(normalize_gated)
 
     def can_store(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Return whether a weight can be kept in the checkpoint's dtype `held` although the model computes in the dtype

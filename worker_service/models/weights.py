@@ -173,7 +173,11 @@ def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]
             for part in _joined(weight.parts) if parameter is not None else ():
                 target = parameter.data[first : first + part.rows.size]
                 first += part.rows.size
-                piece = _piece(target, part.rows, *[weight.columns] * (target.dim() - 1))
+                piece = _piece(target, part.stored_rows, *[weight.columns] * (target.dim() - 1))
+                if part.period:
+                    shape = tuple(share.whole for share in (part.stored_rows, weight.columns)[: target.dim()])
+                    index = piece.index or (slice(0, part.stored_rows.size),)
+                    piece = Piece(target, shape, index, torch.tensor(part.row_indexes))
                 turned = piece.transposed() if weight.is_transposed and target.dim() == 2 else piece
                 pieces.setdefault(f"{part.name}.{kind}", []).append(turned)
             yield from pieces.items()
@@ -183,13 +187,21 @@ def _vector_targets(vector: Vector, values: Tensor) -> Iterator[tuple[str, list[
     share, size = vector.values, vector.row_size
     if not size:
         yield vector.name, [_piece(values, share)]
+    elif vector.sections:
+        parts = values.split([section.size for section in vector.sections])
+        yield vector.name, [_rows_piece(*each, size) for each in zip(parts, vector.sections, strict=True)]
     elif "{head}" in vector.name:
         own = dict(enumerate(values.split(size), share.first // size))
         for head in range(share.whole // size):  # the tensors of other ranks are known, too
             yield vector.name.format(head=head), [Piece(own[head])] if head in own else []
     else:
-        heads = Share(share.size // size, share.whole // size, share.first // size)
-        yield vector.name, [_piece(values.view(-1, size), heads, Share.of(size))]
+        yield vector.name, [_rows_piece(values, share, size)]
+
+
+def _rows_piece(values: Tensor, share: Share, row_size: int) -> Piece:
+    """Return a request to read whole rows of a matrix with rows of `row_size` into the vector `values`."""
+    rows = Share(share.size // row_size, share.whole // row_size, share.first // row_size)
+    return _piece(values.view(-1, row_size), rows, Share.of(row_size))
 
 
 def _joined(parts: Sequence[Part]) -> Iterator[Part]:
@@ -197,7 +209,8 @@ def _joined(parts: Sequence[Part]) -> Iterator[Part]:
     with one request. Yield the joined parts."""
     joined, *others = parts
     for part in others:
-        if part.name == joined.name and part.rows.first == joined.rows.first + joined.rows.size:
+        are_adjacent = part.rows.first == joined.rows.first + joined.rows.size
+        if part.name == joined.name and are_adjacent and not part.period and not joined.period:
             joined = replace(joined, rows=replace(joined.rows, size=joined.rows.size + part.rows.size))
         else:
             yield joined

@@ -58,6 +58,8 @@ def parse_config(config: JsonObject) -> Network:
     if not flag(config, "is_causal", True):
         if network.heads.alibi_slopes or any(heads.window or heads.pattern for heads in network.layers):
             raise unserved("is_causal", False, "true for a model with sliding windows, block patterns or ALiBi")
+        if network.state_size:
+            raise unserved("is_causal", False, "true for a model whose layers have states")
         network = replace(network, is_bidirectional=True)
     for heads, rope in dict.fromkeys(zip(network.layers, network.ropes, strict=True)):
         _check_heads(heads, rope)

@@ -1,15 +1,16 @@
-"""GPT-NeoX (Black et al., 2022, https://arxiv.org/abs/2204.06745) with Pythia, and StarCoder2 (Lozhkov et al., 2024,
-https://arxiv.org/abs/2402.19173).
+"""GPT-NeoX (Black et al., 2022, https://arxiv.org/abs/2204.06745) with Pythia, StarCoder2 (Lozhkov et al., 2024,
+https://arxiv.org/abs/2402.19173), and StableLM (Bellagente et al., 2024, https://arxiv.org/abs/2402.17834).
 
-Both have rotary positions, layer norms, a plain MLP, and biases everywhere by default. In GPT-NeoX, attention and the
-MLP run in parallel on the layer's input by default. A part of each head is rotated. Queries, keys and values are one
-projection, stored head by head. StarCoder2 has the same sliding window, if any, in all layers.
+All have rotary positions and layer norms. In GPT-NeoX and some StableLM models, attention and the MLP run in parallel,
+and a part of each head is rotated. GPT-NeoX stores queries, keys and values as one projection, head by head. It and
+StarCoder2 have a plain MLP, and biases everywhere by default. StarCoder2 has the same sliding window, if any, in all
+layers. StableLM has Llama's gated MLP. StableLM 2 12B has a layer norm for each head of queries and keys.
 """
 
 from collections.abc import Iterator
 
-from pagewire.network.blocks import activation, embed, layer, lm_head
-from pagewire.network.families.family import Family, TextConfig, head_dim_of, norms_of
+from pagewire.network.blocks import activation, embed, layer, lm_head, parallel_layer
+from pagewire.network.families.family import WITHOUT_PREFIX, Family, TextConfig, head_dim_of, norms_of
 from pagewire.network.families.positions import (
     read_equal_windows,
     read_partial_rotary_factor,
@@ -84,10 +85,36 @@ def _read_starcoder2(config: JsonObject, architecture: str) -> Network:
     return text.model(norm, layers)
 
 
+def _read_stablelm(config: JsonObject, architecture: str) -> Network:
+    ropes = read_rope(config, default_share=0.25)
+    text = TextConfig.read(config, architecture, ropes=ropes, eps_key="layer_norm_eps", default_eps=1e-5)
+    norm, mlp, has_bias = text.norm(is_centered=True, has_bias=True), text.mlp(), flag(config, "use_qkv_bias", False)
+    is_parallel = flag(config, "use_parallel_residual", False)
+    qk_norm = "layer_norm" if flag(config, "qk_layernorm", False) else "none"
+
+    def layers(at: int, name: str) -> Iterator[Operation]:
+        attention = text.attention(at, qkv_bias=has_bias, qk_norm=qk_norm)(f"{name}.self_attn")
+        norms = norms_of(name)
+        if is_parallel:
+            yield from parallel_layer(norm, norms[0], attention, mlp(f"{name}.mlp", target="mlp_update"))
+        else:
+            yield from layer(norm, norms, attention, mlp(f"{name}.mlp"))
+
+    return text.model(norm, layers)
+
+
 # Old checkpoints store the causal mask of every layer.
 GPT_NEOX = Family(
     ("GPTNeoXForCausalLM",), _read_gpt_neox, ignored=r"\.(rotary_emb\.inv_freq|attention\.(masked_)?bias)$"
 )
 STARCODER2 = Family(
     ("Starcoder2ForCausalLM",), _read_starcoder2, defaults={"num_key_value_heads": 2, "tie_word_embeddings": True}
+)
+# Each head's norm is a tensor of its own.
+_STABLELM_NAMES = ((r"\.([qk])_norm\.weight$", r".\1_layernorm.norms.{head}.weight"),)
+STABLELM = Family(
+    ("StableLmForCausalLM",),
+    _read_stablelm,
+    defaults={"num_key_value_heads": 32},
+    renamings=(_STABLELM_NAMES, (*_STABLELM_NAMES, *WITHOUT_PREFIX)),
 )

@@ -133,9 +133,12 @@ def _check_agreement(parameters: JsonObject, scaling: JsonObject) -> None:
             raise unserved(f"rope_scaling.{key}", given, expected)
 
 
-def read_layer_types(config: JsonObject, default: list[str], kinds: tuple[str, ...]) -> list[str]:
+def read_layer_types(
+    config: JsonObject, default: list[str], kinds: tuple[str, ...], required: str | None = None
+) -> list[str]:
     """Return the attention type of each layer, such as `sliding_attention`, from config.json. Return `default` if the
-    file does not list the types. Raises CheckpointError for a type that is not in `kinds`."""
+    file does not list the types. Raises CheckpointError for a type that is not in `kinds`, or if no layer has the type
+    `required`."""
     num_layers = num_layers_of(config)
     layer_types = config.get("layer_types") or default
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
@@ -143,6 +146,8 @@ def read_layer_types(config: JsonObject, default: list[str], kinds: tuple[str, .
     for layer_type in layer_types:
         if not isinstance(layer_type, str) or layer_type not in kinds:
             raise unserved("layer_types", layer_type, f"{' or '.join(kinds)} throughout")
+    if required is not None and required not in layer_types:
+        raise unserved("layer_types", layer_types, f"a list with at least one {required}")
     return layer_types
 
 

@@ -4,20 +4,24 @@ Qwen2 has biases of queries, keys and values. Qwen3 normalizes each head of quer
 layers may have a sliding window. Both have variants with experts in all or some layers; the variant of Qwen2 has a
 shared expert with a gate, too.
 
-Checkpoints of Qwen2-VL, Qwen2.5-VL and Qwen3-VL contain these models. Their rotary embedding has three positions for
-each token (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1), which are equal in a text.
+Qwen3.5 has a gated delta net in three of four layers. In the others, the attended values are multiplied by gates.
+
+Checkpoints of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 contain these models. Their rotary embedding has three
+positions for each token (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1), which are equal in a text.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from pagewire.common.gguf import is_whole
-from pagewire.network.blocks import shared_expert
-from pagewire.network.families.family import Family, TextConfig, inside
+from pagewire.network.blocks import layer, shared_expert
+from pagewire.network.families.family import Family, TextConfig, inside, norms_of
 from pagewire.network.families.positions import (
     FULL,
     SLIDING,
     read_chosen_windows,
+    read_layer_types,
+    read_rope,
     read_windows,
     rope_settings,
     sliding_window,
@@ -34,7 +38,9 @@ from pagewire.network.families.reading import (
 from pagewire.network.network import Network
 from pagewire.network.operations import Operation
 from pagewire.network.stacks import STACKS
+from pagewire.network.state_blocks import DeltaNet
 
+_LINEAR = "linear_attention"
 _OF_MROPE = ("mrope_section", "mrope_interleaved")
 
 
@@ -115,6 +121,47 @@ def _read_expert_layers(config: JsonObject) -> tuple[bool, ...]:
     return tuple(layer not in without and (layer + 1) % step == 0 for layer in range(num_layers_of(config)))
 
 
+def _read_qwen3_5(config: JsonObject, architecture: str) -> Network:
+    text = _read_hybrid(_without_mrope(config, 10_000.0), architecture)
+    mlp = text.mlp()
+    return _hybrid(text, lambda at, name: mlp(f"{name}.mlp"))
+
+
+def _read_hybrid(config: JsonObject, architecture: str) -> TextConfig:
+    return TextConfig.read(config, architecture, ropes=read_rope(config, default_share=0.25))
+
+
+def _hybrid(text: TextConfig, mlp: Callable[[int, str], Iterator[Operation]]) -> Network:
+    """Return a model of layers with gated attention and layers with a gated delta net. `mlp` yields the MLP operations
+    of a layer, given its number and name."""
+    config, norm, delta_net = text.config, text.norm(adds_one=True), _read_delta_net(text)
+    interval = positive(config, "full_attention_interval", 4)
+    default = [_LINEAR if (layer + 1) % interval else FULL for layer in range(text.num_layers)]
+    kinds = read_layer_types(config, default, (_LINEAR, FULL), FULL)
+    settings = {"qk_norm": "head", "norm_adds_one": True, "has_gated_queries": True, **attention_biases(config)}
+
+    def layers(at: int, name: str) -> Iterator[Operation]:
+        if kinds[at] == FULL:
+            attention = replace(text.attention(at, **settings), layer=kinds[:at].count(FULL))
+            mixer = attention(f"{name}.self_attn")
+        else:
+            mixer = delta_net(f"{name}.linear_attn")
+        yield from layer(norm, norms_of(name), mixer, mlp(at, name))
+
+    return text.model(norm, layers)
+
+
+def _read_delta_net(text: TextConfig) -> DeltaNet:
+    config = text.config
+    num_heads = positive(config, "linear_num_value_heads", 32)
+    num_key_heads = positive(config, "linear_num_key_heads", 16)
+    if num_heads % num_key_heads:
+        raise unserved("linear_num_value_heads", num_heads, f"a multiple of {num_key_heads} key heads")
+    key_dim, value_dim = (positive(config, f"linear_{kind}_head_dim", 128) for kind in ("key", "value"))
+    kernel_size = positive(config, "linear_conv_kernel_dim", 4)
+    return DeltaNet(text.hidden_size, num_heads, num_key_heads, key_dim, value_dim, kernel_size, text.norm_eps)
+
+
 QWEN2 = Family(("Qwen2ForCausalLM",), _read_qwen2)
 QWEN3 = Family(("Qwen3ForCausalLM",), _read_qwen3, defaults={"head_dim": 128})
 QWEN2_MOE = Family(("Qwen2MoeForCausalLM",), _read_qwen2_moe)
@@ -148,3 +195,5 @@ QWEN3_VL_MOE = inside(
     ("qwen3_vl_moe_text",),
     is_tied=False,
 )
+QWEN3_5 = Family(("Qwen3_5ForCausalLM",), _read_qwen3_5, defaults={"num_key_value_heads": 4, "head_dim": 256})
+QWEN3_5_VL = inside(QWEN3_5, "Qwen3_5ForConditionalGeneration", ("qwen3_5_text",), is_tied=False)

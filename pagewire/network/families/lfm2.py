@@ -1,0 +1,98 @@
+"""LFM2 (Liquid AI, 2025, https://arxiv.org/abs/2511.23404).
+
+Most layers have a gated short convolution instead of attention. The attention layers normalize each head of queries and
+keys.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from pagewire.common.gguf import is_whole
+from pagewire.network.blocks import layer
+from pagewire.network.families.family import WITHOUT_PREFIX, Family, TextConfig
+from pagewire.network.families.positions import FULL, read_layer_types, read_rope
+from pagewire.network.families.reading import (
+    MAX_SIZE,
+    JsonObject,
+    flag,
+    num_layers_of,
+    number_or_none,
+    positive,
+    unserved,
+)
+from pagewire.network.network import Network
+from pagewire.network.operations import Operation
+from pagewire.network.state_blocks import short_convolution
+
+_CONVOLUTION = "conv"
+
+
+def _read_lfm2(config: JsonObject, architecture: str) -> Network:
+    ties, size = config.get("tie_embedding"), config.get("block_ff_dim")
+    text = _read_text(
+        {
+            **config,
+            "tie_word_embeddings": flag(config, "tie_word_embeddings", True) if ties is None else ties,
+            "intermediate_size": config.get("intermediate_size") if size is None else size,
+        },
+        architecture,
+    )
+    mlp = text.mlp(_mlp_size(config, text.intermediate_size))
+    return _model(text, lambda at, name: mlp(f"{name}.feed_forward", ("w1", "w3"), "w2"))
+
+
+def _read_text(config: JsonObject, architecture: str) -> TextConfig:
+    ropes = read_rope(config, default_theta=1_000_000.0)
+    return TextConfig.read(config, architecture, ropes=ropes, eps_key="norm_eps", default_eps=1e-5)
+
+
+def _mlp_size(config: JsonObject, size: int) -> int:
+    """Return the size of the MLP. If block_auto_adjust_ff_dim is set, it is two thirds of intermediate_size, times
+    block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of."""
+    if not flag(config, "block_auto_adjust_ff_dim", True):
+        return size
+    adjusted, factor = int(2 * size / 3), number_or_none(config, "block_ffn_dim_multiplier", 1.0)
+    if factor:
+        multiple = positive(config, "block_multiple_of", 256)
+        adjusted = -(-int(factor * adjusted) // multiple) * multiple
+    if not 1 <= adjusted <= MAX_SIZE:
+        raise unserved("intermediate_size", size, f"a number for which the MLP has 1 to {MAX_SIZE} columns")
+    return adjusted
+
+
+def _model(text: TextConfig, mlp: Callable[[int, str], Iterator[Operation]]) -> Network:
+    """Return a model of attention layers and convolution layers. `mlp` yields the MLP operations of a layer, given its
+    number and name."""
+    config, norm = text.config, text.norm()
+    kinds = _layer_types(config)
+    has_bias, kernel_size = flag(config, "conv_bias", False), positive(config, "conv_L_cache", 3)
+
+    def layers(at: int, name: str) -> Iterator[Operation]:
+        if kinds[at] == _CONVOLUTION:
+            mixer = short_convolution(f"{name}.conv", text.hidden_size, kernel_size, has_bias=has_bias)
+        else:
+            attention = replace(text.attention(at, qk_norm="head"), layer=kinds[:at].count(FULL))
+            mixer = attention(f"{name}.self_attn", output="out_proj")
+        yield from layer(norm, (f"{name}.operator_norm", f"{name}.ffn_norm"), mixer, mlp(at, name))
+
+    return text.model(norm, layers)
+
+
+def _layer_types(config: JsonObject) -> list[str]:
+    """Return the type of each layer. Files without layer_types list the attention layers in full_attn_idxs."""
+    num_layers = num_layers_of(config)
+    attending = config.get("full_attn_idxs")
+    attending = list(range(num_layers)) if attending is None else attending
+    if not isinstance(attending, list) or not all(is_whole(layer) for layer in attending):
+        raise unserved("full_attn_idxs", attending, "a list of layer numbers")
+    default = [FULL if layer in attending else _CONVOLUTION for layer in range(num_layers)]
+    return read_layer_types(config, default, (_CONVOLUTION, FULL), FULL)
+
+
+_NAMES = ((r"\.([qk])_norm\.", r".\1_layernorm."), (r"^model\.norm\.", "model.embedding_norm."))
+LFM2 = Family(
+    ("Lfm2ForCausalLM",),
+    _read_lfm2,
+    defaults={"num_key_value_heads": 8},
+    renamings=(_NAMES, (*_NAMES, *WITHOUT_PREFIX)),
+)
