@@ -18,11 +18,13 @@ from pagewire.kernels.cpu.abi import Structure, address_of, check, constants, el
 from pagewire.kernels.cpu.kernel_calls import CpuKernels
 from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear
 from pagewire.kernels.cpu.paged import PagedRows, cache_step, put_rows
+from pagewire.kernels.states import StateRows
 from pagewire.network.expert_routing import ExpertRouting
 from pagewire.network.operations import AttendPaged, AttentionHeads, QkNormRopeStore
 
 # The parts that a step's time is divided into. The time of all-reduces is not included.
 PARTS = ("norms", "products", "rotary", "attention", "head")
+_STATE_COLUMNS = tuple(field.name for field in fields(StateRows))
 _CACHES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 
 
@@ -91,6 +93,7 @@ class DecoderKernel:
         self._last_group = 0  # the highest layer group of a layer
         self._step = Structure("attention_step")  # describes the rows of a step
         self._tokens = Structure("decoder_step")
+        self._states = Structure("state_rows")
 
     def _put_fields(self, at: Any, values: Any) -> None:
         """Fill in the members of a C structure from the fields of the Python object `values`, which describes one
@@ -131,9 +134,10 @@ class DecoderKernel:
         scorings: Sequence[Scoring],
         kv_cache: Sequence[LayerCache],
         layer_groups: Sequence[int] = (),
+        states: StateRows | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run one step through all layers of the model, and write the keys and values of the new tokens to the KV
-        cache.
+        """Run one step through all layers of the model. Write the keys and values of the new tokens to the KV cache,
+        and update the states.
 
         Args:
             token_ids, positions: [T] int64; the values are not checked.
@@ -143,13 +147,14 @@ class DecoderKernel:
             scorings: one per layer. Sinks come from the operations.
             kv_cache: one per layer; all have the same dtype.
             layer_groups: the layer group of each layer, whose block tables in `rows` it uses; empty: all use the first.
+            states: the states of the rows, for a model with states. Indexes and counts are not checked.
 
         Returns:
             The final hidden states [T, hidden_size], the logits [R, out_size of the head], and the index of the highest
             logit of each row, [R] int64. Among equal logits it is the lowest index; it is -1 if a row contains NaN.
 
         Raises:
-            ValueError: shapes, strides or dtypes do not fit.
+            ValueError: shapes, strides or dtypes do not fit, or a model with states gets none.
             MemoryError: there is not enough memory for the step.
             Exception: any exception that `all_reduce` raised.
         """
@@ -157,6 +162,7 @@ class DecoderKernel:
         self._use_cache(kv_cache, scorings, layer_groups)
         self._check_sizes(num_tokens, len(positions), num_logits, rows)
         put_rows(self._step, rows, num_tokens)
+        self._use_states(states)
         hidden = torch.empty(num_tokens, self._head.in_size)
         logits = torch.empty(num_logits, self._head.out_size)
         highest = torch.empty(num_logits, dtype=torch.int64)
@@ -192,6 +198,24 @@ class DecoderKernel:
             raise ValueError(
                 f"rows has block tables of {num_groups} layer groups, but the layers are in {self._last_group + 1}"
             )
+
+    def _use_states(self, rows: StateRows | None) -> None:
+        """Write the addresses of the states to the C structures. Raises ValueError if they do not fit the model."""
+        size = self._decoder.at.state_size
+        if not size:
+            return
+        if rows is None:
+            raise ValueError("the model has states, but the step has none")
+        num_rows, num_saves = len(rows.reads), len(rows.save_counts)
+        lengths = len(rows.query_start_loc), len(rows.save_start_loc), len(rows.save_states)
+        if rows.states.shape[1:] != (size,) or lengths != (num_rows + 1, num_rows + 1, num_saves):
+            raise ValueError(
+                f"states are {tuple(rows.states.shape)} for a model with {size} values, and {num_rows} reads and "
+                f"{num_saves} save_counts come with {lengths[0]} query_start_loc, {lengths[1]} save_start_loc and "
+                f"{lengths[2]} save_states"
+            )
+        self._states.put(num_rows=num_rows, state_size=size, **{name: getattr(rows, name) for name in _STATE_COLUMNS})
+        self._tokens.put(states=self._states.at)
 
     def _run_all_reduce(self) -> int:
         """Sum the exchange buffer over all ranks. The C code calls this function in the middle of a step, where the

@@ -20,6 +20,7 @@ int64_t size_of(const char* name) {
       {"activation_function", sizeof(activation_function)},
       {"operation", sizeof(operation)},
       {"decoder", sizeof(decoder)},
+      {"state_rows", sizeof(state_rows)},
       {"step_part", sizeof(step_part)},
       {"decoder_step", sizeof(decoder_step)},
       {"sampling_step", sizeof(sampling_step)},

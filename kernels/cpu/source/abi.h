@@ -10,7 +10,7 @@ typedef enum {
 } element_type;
 
 enum {
-  MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_BUFFERS = 32,
+  MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_BUFFERS = 32, MAX_KERNEL_SIZE = 16,
   TILE_POSITIONS = 64  // positions scored at once; the size of the blocks of a block pattern is a multiple
 };
 
@@ -90,7 +90,8 @@ typedef struct {
 typedef enum {
   OPERATION_EMBED, OPERATION_ADD, OPERATION_NORMALIZE, OPERATION_NORMALIZE_PROJECTIONS, OPERATION_MULTIPLY,
   OPERATION_ACTIVATE, OPERATION_ROUTE_TOP_K, OPERATION_MULTIPLY_ROUTED, OPERATION_COMBINE_EXPERTS, OPERATION_GATE,
-  OPERATION_QK_NORM_ROPE_STORE, OPERATION_ATTEND_PAGED, OPERATION_LM_HEAD, OPERATION_ALL_REDUCE, OPERATION_CLIP
+  OPERATION_QK_NORM_ROPE_STORE, OPERATION_ATTEND_PAGED, OPERATION_LM_HEAD, OPERATION_ALL_REDUCE, OPERATION_CLIP,
+  OPERATION_CONVOLVE, OPERATION_DELTA_RULE, OPERATION_NORMALIZE_GATED
 } operation_kind;
 
 typedef enum {
@@ -146,6 +147,11 @@ typedef struct {
   // scoring of this step.
   int64_t layer_group;
   const attention_step* attention;
+  // CONVOLVE: weight [width * kernel_size] and an optional bias [width]; if gated, the input has three parts.
+  // DELTA_RULE: bias and decay [num_heads]. NORMALIZE_GATED: weight [head_dim]. See operations.py.
+  int64_t kernel_size, num_key_heads, key_dim, value_dim;
+  tensor decay;
+  int64_t state_offset;  // of the operation's first value in a state, set by `plan_decoder`
   int64_t in_width, width, gate_width;  // of the input, the output and the gate, set by `plan_decoder`; 0: absent
 } operation;
 
@@ -155,6 +161,7 @@ typedef struct {
   int64_t num_buffers;         // including buffer 0, which stands for an absent buffer
   const char* const* names;    // [num_buffers]
   int64_t* widths;             // [num_buffers], the largest; `plan_decoder` sets this member and the following ones
+  int64_t state_size;              // number of values of a state; 0: no operation has states
   int64_t exchanged_width;         // width of the tensor that all-reduces sum; 0: there is no all-reduce
   char misfit[256];                // the reason why the operations are invalid, or empty
   int64_t cache_element;
@@ -162,6 +169,16 @@ typedef struct {
   // value other than 0 if the all-reduce failed. NULL if there is only one rank.
   int64_t (*all_reduce)(void);
 } decoder;
+
+// The states of a step's rows: `StateRows` of states.py.
+typedef struct {
+  float* states;  // [any, state_size]
+  const int32_t* query_start_loc;             // [num_rows + 1]
+  const int32_t* reads;                       // [num_rows]
+  const int32_t* save_start_loc;              // [num_rows + 1]
+  const int32_t *save_counts, *save_states;   // [number of saves]
+  int64_t num_rows, state_size;
+} state_rows;
 
 // The parts of a step whose durations are measured.
 typedef enum { PART_NORMS, PART_PRODUCTS, PART_ROTARY, PART_ATTENTION, PART_HEAD, PART_RANKS, NUM_PARTS } step_part;
@@ -177,6 +194,7 @@ typedef struct {
   int64_t* highest;
   float* exchanged;                      // [num_tokens, exchanged_width]; NULL: there is no all-reduce
   int64_t times[6];                      // duration of each part, nanoseconds
+  const state_rows* states;              // NULL: no operation has states
 } decoder_step;
 
 // open: the caller chooses the token, from logits that have already been edited

@@ -10,7 +10,8 @@
 //
 // In a step with few tokens, tasks are repeatable (tasks.h), so that no thread waits for a thread that has lost its
 // core. Each operation that runs by tasks then writes to memory of its own. Work that is done token by token is
-// repeated by every thread in the thread's own memory, which takes less time than another barrier.
+// repeated by every thread in the thread's own memory, which takes less time than another barrier. The tasks that update
+// states are never repeatable (states.h).
 
 // The functions that compute attention over a cache of one element type.
 typedef struct {
@@ -50,6 +51,9 @@ static const step_part PART_OF[] = {
     [OPERATION_ATTEND_PAGED] = PART_ATTENTION,
     [OPERATION_LM_HEAD] = PART_HEAD,
     [OPERATION_ALL_REDUCE] = PART_RANKS,
+    [OPERATION_CONVOLVE] = PART_ATTENTION,
+    [OPERATION_DELTA_RULE] = PART_ATTENTION,
+    [OPERATION_NORMALIZE_GATED] = PART_NORMS,
 };
 
 enum {
@@ -96,7 +100,8 @@ typedef struct {
 
 INLINE int is_by_tasks(operation_kind kind) {
   return kind == OPERATION_MULTIPLY || kind == OPERATION_MULTIPLY_ROUTED || kind == OPERATION_QK_NORM_ROPE_STORE ||
-         kind == OPERATION_ATTEND_PAGED || kind == OPERATION_LM_HEAD || kind == OPERATION_ALL_REDUCE;
+         kind == OPERATION_ATTEND_PAGED || kind == OPERATION_LM_HEAD || kind == OPERATION_ALL_REDUCE ||
+         kind == OPERATION_CONVOLVE || kind == OPERATION_DELTA_RULE;
 }
 
 static int64_t nanoseconds(void) {
@@ -234,8 +239,6 @@ INLINE floats gated(const operation* o, floats gate, floats up) {
   return (up + splat(1.0f)) * (gate / (splat(1.0f) + exponential(-gate * splat(o->alpha))));
 }
 
-INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
 // e^min(x, eps) - 1 - x for an eps near 0, without cancellation: a Taylor polynomial near 0.
 INLINE floats exponential_less_tangent(floats x, floats eps) {
   const floats low = choose(x > eps, eps, x);
@@ -300,6 +303,13 @@ static NOINLINE void gate_token(const float* input, const float* gates, int64_t 
     store_float(part, load_float(part) / (splat(1.0f) + exponential(-load_float(gate))));
     memcpy(output + i, part, sizeof(float) * (size_t)num);
   }
+}
+
+// x, gates, output: heads of the weight's size.
+static NOINLINE void normalize_gated(const operation* o, const float* x, const float* gates, float* output, int64_t size) {
+  for (int64_t i = 0; i < size; i += o->weight.width)
+    normalize_float(x + i, o->weight.values, output + i, o->weight.width, o->eps);
+  silu_mul_token_float(gates, output, output, size);
 }
 
 static void clip_token(const operation* o, const float* input, float* output, int64_t size) {
@@ -427,6 +437,22 @@ static void attend_tokens(walk* w, int64_t op, const float* input, float* output
   const attention_functions* functions = &ATTENTION_OVER[d->model->cache_element];
   run_tasks(w, op, 0, functions->attend, &a);
   if (list->partials) run_tasks(w, op, 1, functions->merge, &a);
+}
+
+static void convolve(walk* w, int64_t op, const float* input, float* output) {
+  const convolution c = {&w->d->model->operations[op], w->d->tokens->states, input, output};
+  run_tasks(w, op, 0, convolve_task, &c);
+}
+
+static void apply_delta_rule(walk* w, int64_t op, const float* input, const float* gates, float* output) {
+  const decoding* d = w->d;
+  const operation* o = &d->model->operations[op];
+  const int64_t num_tokens = d->step->num_tokens;
+  float* heads = (d->is_few ? w->own : d->memory) + d->prepared;
+  const delta_rule c = {o, d->tokens->states, num_tokens, tiles_per_task(o, d->tokens->states, d->step->num_threads), input,
+                        heads, heads + 2 * num_tokens * o->num_key_heads * o->key_dim, output};
+  FOR_TOKENS(w, num_tokens, prepare_delta_rule(&c, token, gates + token * o->gate_width))
+  run_tasks(w, op, 0, apply_delta_rule_task, &c);
 }
 
 typedef struct {
@@ -572,6 +598,12 @@ static void run_operation(walk* w, int64_t op) {
     case OPERATION_CLIP:
       FOR_TOKENS(w, num_tokens, clip_token(o, input + token * size, output + token * size, size))
       break;
+    case OPERATION_NORMALIZE_GATED:
+      FOR_TOKENS(w, num_tokens, normalize_gated(o, input + token * size, w->places[o->gate] + token * size,
+                                                output + token * size, size))
+      break;
+    case OPERATION_CONVOLVE: convolve(w, op, input, output); break;
+    case OPERATION_DELTA_RULE: apply_delta_rule(w, op, input, w->places[o->gate], output); break;
     case OPERATION_MULTIPLY: multiply(w, op, input, output); break;
     case OPERATION_QK_NORM_ROPE_STORE: turn(w, op, input, output); break;
     case OPERATION_ATTEND_PAGED: attend_tokens(w, op, input, output); break;
@@ -600,12 +632,13 @@ static void decode_tokens(decoding* d) {
 
 INLINE int64_t aligned(int64_t size) { return (size + 15) / 16 * 16; }
 
-// Returns the number of floats of the prepared input of a matmul; 0 for other operations.
+// Returns the number of floats of the prepared input of a matmul or a delta rule; 0 for other operations.
 static int64_t prepared_floats(const decoding* d, const operation* o) {
   if (o->kind == OPERATION_MULTIPLY_ROUTED) {
     const int64_t num_slots = d->step->num_tokens * o->routing.num_chosen;
     return ceil_div(prepared_bytes(activation_kind(o->linear), num_slots, o->linear->in_size), (int64_t)sizeof(float));
   }
+  if (o->kind == OPERATION_DELTA_RULE) return delta_rule_floats(o, d->step->num_tokens);
   if (o->kind != OPERATION_MULTIPLY && o->kind != OPERATION_LM_HEAD) return 0;
   const int64_t num_rows = o->kind == OPERATION_LM_HEAD ? d->tokens->num_logits : d->step->num_tokens;
   return ceil_div(prepared_bytes(activation_kind(o->linear), num_rows, o->linear->in_size), (int64_t)sizeof(float));
@@ -676,6 +709,13 @@ static int count_tasks(const decoding* d, int64_t op, int64_t* counts) {
     counts[0] = num_used * num_expert_tasks(o->linear, (int)o->is_gated);
   } else if (o->kind == OPERATION_QK_NORM_ROPE_STORE) {
     counts[0] = ceil_div(d->step->num_tokens * (o->num_heads + o->num_kv_heads), HEADS_PER_TASK);
+  } else if (o->kind == OPERATION_CONVOLVE) {
+    counts[0] = ceil_div(o->width, CHANNELS);
+    return 0;  // a second run would read what the first run has written
+  } else if (o->kind == OPERATION_DELTA_RULE) {
+    const state_rows* rows = d->tokens->states;
+    counts[0] = rows->num_rows * o->num_heads * ceil_div(num_tiles(o), tiles_per_task(o, rows, d->step->num_threads));
+    return 0;
   } else if (o->kind == OPERATION_ALL_REDUCE) {
     counts[0] = 1;
     return 0;  // the all-reduce must run only once
@@ -730,7 +770,7 @@ int64_t is_gateable(const linear_layer* layer) { return can_gate(layer); }
 // Below this number of multiplications, a second thread costs more than it saves.
 enum { MIN_PARALLEL_PRODUCTS = 1 << 22 };
 
-// Returns the number of multiplications of a whole step: of matmuls, and of attention to keys and values.
+// Returns the number of multiplications of a whole step: of matmuls, of attention to keys and values, and with states.
 static int64_t count_products(const decoder* model, const attention_step* step, int64_t num_logits) {
   int64_t num_positions = 0, num_products = 0;
   for (int64_t row = 0; row < step->num_rows; row++)
@@ -742,6 +782,7 @@ static int64_t count_products(const decoder* model, const attention_step* step, 
                     : o->kind == OPERATION_MULTIPLY_ROUTED ? num_weights * o->routing.num_chosen * step->num_tokens
                     : o->kind == OPERATION_LM_HEAD         ? num_weights * num_logits
                     : o->kind == OPERATION_ATTEND_PAGED    ? 2 * num_positions * o->num_heads * o->head_dim
+                    : o->kind == OPERATION_DELTA_RULE      ? 4 * step->num_tokens * o->width * o->key_dim
                                                            : 0;
   }
   return num_products;

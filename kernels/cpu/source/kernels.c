@@ -27,6 +27,7 @@
 #include "quantize.h"
 
 #include "plan.h"
+#include "states.h"
 #include "decoder.h"
 
 #include "sampler.h"

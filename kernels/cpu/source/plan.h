@@ -155,6 +155,45 @@ static int64_t plan_sums(decoder* m, const operation* o) {
   return width;
 }
 
+// Reserves the next `num` values of a state for an operation.
+static void reserve_state(decoder* m, operation* o, int64_t num) {
+  o->state_offset = m->state_size;
+  m->state_size += num;
+}
+
+static int64_t plan_convolution(decoder* m, operation* o) {
+  const int64_t num_parts = o->is_gated ? 3 : 1, in_width = read_buffer(m, o->input, 0), width = in_width / num_parts;
+  if (o->kernel_size < 2 || o->kernel_size > MAX_KERNEL_SIZE)
+    refuse(m, "a convolution has a kernel of %lld inputs; 2 to %d are supported", LONG(o->kernel_size), MAX_KERNEL_SIZE);
+  if (in_width % num_parts)
+    refuse(m, "buffer %s is %lld wide: not %lld parts of one width", m->names[o->input], LONG(in_width), LONG(num_parts));
+  check_row(m, "weight", &o->weight, width * o->kernel_size);
+  check_row(m, "bias", &o->bias, width);
+  reserve_state(m, o, width * (o->kernel_size - 1));
+  return width;
+}
+
+static int64_t plan_delta_rule(decoder* m, operation* o) {
+  const int64_t width = o->num_heads * o->value_dim;
+  if (o->key_dim < 1 || o->key_dim > MAX_HEAD_DIM || o->num_key_heads < 1 || o->num_heads % o->num_key_heads)
+    refuse(m, "%lld value heads cannot share %lld key heads of %lld; the size is at most %d", LONG(o->num_heads),
+           LONG(o->num_key_heads), LONG(o->key_dim), MAX_HEAD_DIM);
+  read_buffer(m, o->input, 2 * o->num_key_heads * o->key_dim + width);
+  read_buffer(m, o->gate, 2 * o->num_heads);
+  check_row(m, "decay", &o->decay, o->num_heads);
+  check_row(m, "bias", &o->bias, o->num_heads);
+  reserve_state(m, o, width * o->key_dim);
+  return width;
+}
+
+static int64_t plan_gated_norm(decoder* m, const operation* o) {
+  const int64_t width = read_buffer(m, o->input, 0), size = o->weight.width;
+  check_row(m, "weight", &o->weight, size);
+  if (!size || width % size)
+    refuse(m, "buffer %s is %lld wide: not whole heads of %lld", m->names[o->input], LONG(width), LONG(size));
+  return read_buffer(m, o->gate, width);
+}
+
 // Returns the width of the operation's output.
 static int64_t plan_operation(decoder* m, operation* o, routed* found) {
   int64_t width;
@@ -183,6 +222,9 @@ static int64_t plan_operation(decoder* m, operation* o, routed* found) {
     case OPERATION_ATTEND_PAGED:
       check_row(m, "sinks", &o->sinks, o->num_heads);
       return read_buffer(m, o->input, o->num_heads * o->head_dim);
+    case OPERATION_CONVOLVE: return plan_convolution(m, o);
+    case OPERATION_DELTA_RULE: return plan_delta_rule(m, o);
+    case OPERATION_NORMALIZE_GATED: return plan_gated_norm(m, o);
     case OPERATION_LM_HEAD: return read_buffer(m, o->input, o->linear->in_size);
     case OPERATION_ALL_REDUCE: return plan_sums(m, o);
     default: return read_buffer(m, o->input, 0);

@@ -209,6 +209,9 @@ INLINE floats hyperbolic_tangent(floats x) {
   return choose(size < splat(0.625f), small, signed_large);
 }
 
+// log(1 + e^x)
+INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
 // erf x to 4 units in the last place (the rational function of Eigen's generic_fast_erf); about +-1 beyond +-4.
 INLINE floats error_function(floats x) {
   x = choose(x > splat(4.0f), splat(4.0f), x);
@@ -242,6 +245,19 @@ INLINE floats4 load4_float(const float* p) {
   return v;
 }
 INLINE void store_float(float* p, floats v) { memcpy(p, &v, sizeof v); }
+// Loads the first `num` lanes, at most all; the others are 0.
+INLINE floats load_some(const float* p, int64_t num) {
+  if (num >= LANES) return load_float(p);
+  float part[LANES] = {0};
+  if (num > 0) memcpy(part, p, sizeof(float) * (size_t)num);
+  return load_float(part);
+}
+INLINE void store_some(float* p, floats v, int64_t num) {
+  if (num >= LANES)
+    store_float(p, v);
+  else if (num > 0)
+    memcpy(p, &v, sizeof(float) * (size_t)num);
+}
 INLINE float value_float(float x) { return x; }
 INLINE float from_value_float(float x) { return x; }
 

@@ -1,0 +1,237 @@
+// The operations that keep states of sequences: CONVOLVE and DELTA_RULE. kernels/states.py specifies the results.
+//
+// A task computes some channels, or some value columns of a head, token by token. Channels and value columns do not
+// depend on each other, and each is computed by the same instructions whatever the other rows, the task and the number
+// of tokens are. So the results are the same bits however the work is divided.
+//
+// A row may write the state that it reads. A second run of a task would then start from the result of the first run, so
+// tasks are not repeatable (tasks.h): every task is started by one thread, and the others wait for it.
+
+enum {
+  CHANNELS = 64,          // channels of a task of CONVOLVE
+  // Value columns that are computed together. The columns of one head, a tile, stay in the L1 cache.
+  COLUMNS = LANES == 4 ? 16 : 2 * LANES,
+  VECTORS = COLUMNS / LANES,
+};
+
+INLINE float* state_of(const operation* o, const state_rows* rows, int32_t state) {
+  return rows->states + state * rows->state_size + o->state_offset;
+}
+
+typedef struct {
+  const operation* o;
+  const state_rows* rows;
+  const float* input;  // [num_tokens, in_width]
+  float* output;       // [num_tokens, width]
+} convolution;
+
+// target: [size, CHANNELS] = the transpose of values [num, size].
+INLINE void transpose(const float* values, int64_t num, int64_t size, float (*target)[CHANNELS]) {
+  for (int64_t i = 0; i < num; i++)
+    for (int64_t j = 0; j < size; j++) target[j][i] = values[i * size + j];
+}
+
+// Computes channels from `first` on for one token. `seen`: [kernel_size - 1, CHANNELS], the last inputs, which are
+// updated.
+INLINE void convolve_token(const convolution* c, int64_t token, int64_t first, int64_t num, float (*weights)[CHANNELS],
+                           const float* bias, float (*seen)[CHANNELS]) {
+  const operation* o = c->o;
+  const int64_t width = o->width, num_seen = o->kernel_size - 1;
+  const float* x = c->input + token * o->in_width + first;
+  float* output = c->output + token * width + first;
+  for (int64_t i = 0; i < num; i += LANES) {
+    const int64_t left = num - i;
+    floats last = load_some(x + i, left), y = load_float(bias + i);
+    if (o->is_gated) last *= load_some(x + 2 * width + i, left);
+    for (int64_t j = 0; j < num_seen; j++) {
+      const floats earlier = load_float(seen[j] + i);
+      y = multiply_add(load_float(weights[j] + i), earlier, y);
+      if (j) store_float(seen[j - 1] + i, earlier);
+    }
+    y = multiply_add(load_float(weights[num_seen] + i), last, y);
+    store_float(seen[num_seen - 1] + i, last);
+    store_some(output + i, o->is_gated ? load_some(x + width + i, left) * y : y / (splat(1.0f) + exponential(-y)), left);
+  }
+}
+
+// A `task_function`: computes some channels of all rows.
+static void convolve_task(const void* context, int64_t task, int64_t next) {
+  const convolution* c = context;
+  const operation* o = c->o;
+  const state_rows* rows = c->rows;
+  const int64_t first = task * CHANNELS, num_seen = o->kernel_size - 1;
+  const int64_t num = o->width - first < CHANNELS ? o->width - first : CHANNELS;
+  float weights[MAX_KERNEL_SIZE][CHANNELS] = {{0}}, seen[MAX_KERNEL_SIZE][CHANNELS] = {{0}}, bias[CHANNELS] = {0};
+  (void)next;
+  transpose((const float*)o->weight.values + first * o->kernel_size, num, o->kernel_size, weights);
+  if (o->bias.values) memcpy(bias, (const float*)o->bias.values + first, sizeof(float) * (size_t)num);
+  for (int64_t row = 0; row < rows->num_rows; row++) {
+    const int32_t start = rows->query_start_loc[row], end = rows->query_start_loc[row + 1];
+    int32_t save = rows->save_start_loc[row];
+    transpose(state_of(o, rows, rows->reads[row]) + first * num_seen, num, num_seen, seen);
+    for (int32_t token = start; token <= end; token++) {
+      for (; save < rows->save_start_loc[row + 1] && rows->save_counts[save] == token - start; save++) {
+        float* state = state_of(o, rows, rows->save_states[save]) + first * num_seen;
+        for (int64_t i = 0; i < num; i++)
+          for (int64_t j = 0; j < num_seen; j++) state[i * num_seen + j] = seen[j][i];
+      }
+      if (token < end) convolve_token(c, token, first, num, weights, bias, seen);
+    }
+  }
+}
+
+// The operands of DELTA_RULE, in the form that tasks read.
+typedef struct {
+  const operation* o;
+  const state_rows* rows;
+  int64_t num_tokens, tiles_per_task;
+  const float* input;  // [num_tokens, in_width]
+  float* heads;        // [num_key_heads, num_tokens, 2, key_dim]: normalized queries and keys
+  float* factors;      // [num_heads, num_tokens, 2]: the factor of the state, and the factor of its change
+  float* output;       // [num_tokens, width]
+} delta_rule;
+
+INLINE int64_t delta_rule_floats(const operation* o, int64_t num_tokens) {
+  return 2 * num_tokens * (o->num_key_heads * o->key_dim + o->num_heads);
+}
+
+INLINE int64_t num_tiles(const operation* o) { return ceil_div(o->value_dim, COLUMNS); }
+
+// Normalizes the queries and keys of a token, and computes its factors. gates: [2 * num_heads].
+static NOINLINE void prepare_delta_rule(const delta_rule* c, int64_t token, const float* gates) {
+  const operation* o = c->o;
+  const int64_t size = o->key_dim, num_heads = o->num_heads;
+  const float *decay = o->decay.values, *bias = o->bias.values, *x = c->input + token * o->in_width;
+  for (int is_key = 0; is_key < 2; is_key++)
+    for (int64_t head = 0; head < o->num_key_heads; head++, x += size) {
+      float* target = c->heads + ((head * c->num_tokens + token) * 2 + is_key) * size;
+      floats squares = splat(0.0f);
+      for (int64_t i = 0; i < size; i += LANES) {
+        const floats values = load_some(x + i, size - i);
+        squares = multiply_add(values, values, squares);
+      }
+      const float norm = sqrtf(sum_lanes(squares) + 1e-6f), factor = 1.0f / (is_key ? norm : norm * sqrtf((float)size));
+      for (int64_t i = 0; i < size; i++) target[i] = x[i] * factor;
+    }
+  for (int64_t head = 0; head < num_heads; head++) {
+    float* factors = c->factors + (head * c->num_tokens + token) * 2;
+    factors[0] = expf(decay[head] * softplus(gates[num_heads + head] + bias[head]));
+    factors[1] = 1.0f / (1.0f + expf(-gates[head]));
+  }
+}
+
+// Sums over the keys are divided into the even and the odd indexes, so that the processor adds up both at once.
+typedef struct {
+  floats parts[2][VECTORS];
+} tile_sums;
+
+// sums = S^T key, of a tile whose rows are `stride` apart.
+INLINE tile_sums read_tile(const float* state, int64_t stride, const float* key, int64_t size) {
+  tile_sums sums = {{{{0}}}};
+  for (int64_t j = 0; j < size; j += 2)
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {
+      if (j + odd == size) break;
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++)
+        sums.parts[odd][v] =
+            multiply_add(load_float(state + (j + odd) * stride + v * LANES), splat(key[j + odd]), sums.parts[odd][v]);
+    }
+  return sums;
+}
+
+// target = factor * source + key change^T; output = target^T query; read = target^T next_key, unless that is NULL.
+INLINE void update_tile(const float* source, int64_t source_stride, float* target, int64_t target_stride, int64_t size,
+                        float factor, const floats* change, const float* key, const float* query,
+                        const float* next_key, tile_sums* output, tile_sums* read) {
+  tile_sums out = {{{{0}}}}, next = {{{{0}}}};
+  const floats kept = splat(factor);
+  for (int64_t j = 0; j < size; j += 2)
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {
+      if (j + odd == size) break;
+      const floats k = splat(key[j + odd]), q = splat(query[j + odd]), n = splat(next_key ? next_key[j + odd] : 0.0f);
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) {
+        const floats old = load_float(source + (j + odd) * source_stride + v * LANES);
+        const floats state = multiply_add(old, kept, k * change[v]);
+        store_float(target + (j + odd) * target_stride + v * LANES, state);
+        out.parts[odd][v] = multiply_add(state, q, out.parts[odd][v]);
+        if (next_key) next.parts[odd][v] = multiply_add(state, n, next.parts[odd][v]);
+      }
+    }
+  *output = out;
+  *read = next;
+}
+
+// Copies `num` columns of a tile; the tiles may be the same.
+static void copy_tile(const float* source, int64_t source_stride, float* target, int64_t target_stride, int64_t size,
+                      int64_t num) {
+  if (source == target) return;
+  for (int64_t j = 0; j < size; j++)
+    memcpy(target + j * target_stride, source + j * source_stride, sizeof(float) * (size_t)num);
+}
+
+// Computes the tile of a row that begins at `column` of a head. Between tokens, the tile is in memory of its own; the
+// first token reads it from the row's state, and the last token writes it to the first state that is saved then.
+static NOINLINE void compute_tile(const delta_rule* c, int64_t row, int64_t head, int64_t column) {
+  const operation* o = c->o;
+  const state_rows* rows = c->rows;
+  const int64_t size = o->key_dim, width = o->value_dim, place = head * size * width + column;
+  const int64_t num = width - column < COLUMNS ? width - column : COLUMNS, start = rows->query_start_loc[row];
+  const int64_t num_tokens = rows->query_start_loc[row + 1] - start, end = rows->save_start_loc[row + 1];
+  const float* queries = c->heads + (head / (o->num_heads / o->num_key_heads) * c->num_tokens + start) * 2 * size;
+  const float* factors = c->factors + (head * c->num_tokens + start) * 2;
+  const float* values = c->input + start * o->in_width + o->in_width - o->width + head * width + column;
+  float* output = c->output + start * o->width + head * width + column;
+  _Alignas(LINE) float tile[MAX_HEAD_DIM * COLUMNS];
+  const float* source = state_of(o, rows, rows->reads[row]) + place;
+  int64_t stride = width, save = rows->save_start_loc[row];
+  for (; save < end && !rows->save_counts[save]; save++)
+    copy_tile(source, width, state_of(o, rows, rows->save_states[save]) + place, width, size, num);
+  if (num < COLUMNS) {
+    memset(tile, 0, sizeof(float) * (size_t)(size * COLUMNS));
+    copy_tile(source, width, tile, COLUMNS, size, num);
+    source = tile;
+    stride = COLUMNS;
+  }
+  tile_sums read = {{{{0}}}}, sums;
+  if (num_tokens) read = read_tile(source, stride, queries + size, size);
+  for (int64_t token = 0; token < num_tokens; token++, queries += 2 * size) {
+    const float factor = factors[2 * token], rate = factors[2 * token + 1], *key = queries + size;
+    const int is_last = token == num_tokens - 1, is_direct = is_last && num == COLUMNS && save < end;
+    float* target = is_direct ? state_of(o, rows, rows->save_states[save]) + place : tile;
+    const int64_t target_stride = is_direct ? width : COLUMNS;
+    floats change[VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+      const floats value = load_some(values + token * o->in_width + v * LANES, num - v * LANES);
+      change[v] = splat(rate) * multiply_add(splat(-factor), read.parts[0][v] + read.parts[1][v], value);
+    }
+    if (is_last)
+      update_tile(source, stride, target, target_stride, size, factor, change, key, queries, NULL, &sums, &read);
+    else
+      update_tile(source, stride, target, target_stride, size, factor, change, key, queries, key + 2 * size, &sums, &read);
+    source = target;
+    stride = target_stride;
+    for (; save < end && rows->save_counts[save] == token + 1; save++)
+      copy_tile(source, stride, state_of(o, rows, rows->save_states[save]) + place, width, size, num);
+    for (int v = 0; v < VECTORS; v++)
+      store_some(output + token * o->width + v * LANES, sums.parts[0][v] + sums.parts[1][v], num - v * LANES);
+  }
+}
+
+// A `task_function`: computes some tiles of a head of a row.
+static void apply_delta_rule_task(const void* context, int64_t task, int64_t next) {
+  const delta_rule* c = context;
+  const int64_t num_parts = ceil_div(num_tiles(c->o), c->tiles_per_task), part = task % num_parts;
+  const int64_t head = task / num_parts % c->o->num_heads, row = task / num_parts / c->o->num_heads;
+  const int64_t first = part * c->tiles_per_task * COLUMNS, past = first + c->tiles_per_task * COLUMNS;
+  (void)next;
+  for (int64_t column = first; column < past && column < c->o->value_dim; column += COLUMNS)
+    compute_tile(c, row, head, column);
+}
+
+// Returns the number of tiles of a task. A task is a whole head if there are enough heads for the threads.
+INLINE int64_t tiles_per_task(const operation* o, const state_rows* rows, int64_t num_threads) {
+  return rows->num_rows * o->num_heads >= TASKS_PER_THREAD * num_threads ? num_tiles(o) : 1;
+}
