@@ -8,7 +8,8 @@ import torch
 from pagewire.common.wire.messages import RowOpening, SamplingParams, StepPlan
 from pagewire.kernels.cpu import FlatRows
 from worker_service.host.computation import BatchBuilder
-from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
+from worker_service.rows.table import SequenceTable, TableLimits
+from worker_service.rows.working_rows import WorkingRows
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 LIMITS = TableLimits(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.common.wire.messages import StepPlan, WorkerProtocolError
+from pagewire.common.wire.messages import FIRST_STATE_ID, StepPlan, WorkerProtocolError
 from pagewire.kernels.cache_rows import read_rows, write_rows
 from testing.worker.host_blocks import host_block
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
@@ -215,6 +215,93 @@ def test_random_moves_and_copies(seed: int) -> None:
 def test_bad_moves_and_copies(columns: dict[str, Any], text: str) -> None:
     with pytest.raises(WorkerProtocolError, match=text):
         numbered_cache().check(StepPlan(1, 1, **columns))
+
+
+# Moves of states. All values of device state i are i, and all values of host state i are 100 + i.
+
+
+def cache_with_states() -> CacheEngine:
+    cache = CacheEngine(SHAPE, 12, torch.device("cpu"), 6, state_size=3, num_device_states=5, num_host_states=4)
+    cache.storage.copy_(torch.arange(13)[:, None].expand_as(cache.storage))
+    cache.states[1:] = torch.arange(1, 6)[:, None]
+    host_states(cache)[1:] = torch.arange(101, 105)[:, None]
+    return cache
+
+
+def host_states(cache: CacheEngine) -> torch.Tensor:
+    return cache._state_moves._host_blocks.view(torch.float32)
+
+
+def state(number: int) -> int:
+    return FIRST_STATE_ID + number
+
+
+def test_states_move_among_blocks() -> None:
+    cache = cache_with_states()
+    execute(
+        cache,
+        swap_out_device_blocks=(3, state(4), 2, state(3)),
+        swap_out_host_blocks=(1, state(1), 2, state(4)),
+        swap_in_host_blocks=(state(2), 6, state(3)),
+        swap_in_device_blocks=(state(1), 7, state(2)),
+        copy_source_blocks=(4,),
+        copy_target_blocks=(5,),
+    )
+    assert cache.states[:, 0].tolist() == [0, 102, 103, 3, 4, 5]
+    assert host_states(cache)[1:].tolist() == [[4] * 3, [102] * 3, [103] * 3, [3] * 3]
+    assert contents(cache.storage)[:7] == [0, 1, 2, 3, 4, 4, 6]
+    assert [contents(host_block(cache, block)[None])[0] for block in (1, 2)] == [3, 2]
+    cache.fill_states_with_nan([2, 5])
+    assert cache.states.isnan().all(1).tolist() == [False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        (
+            {"swap_out_device_blocks": (state(0),), "swap_out_host_blocks": (state(1),)},
+            "reads states 0 to 0; .* 1 to 5",
+        ),
+        ({"swap_out_device_blocks": (state(6),), "swap_out_host_blocks": (state(1),)}, "swap_out reads states 6 to 6"),
+        ({"swap_in_host_blocks": (state(1),), "swap_in_device_blocks": (state(6),)}, "swap_in writes states 6 to 6"),
+        ({"swap_in_host_blocks": (state(5),), "swap_in_device_blocks": (state(1),)}, "reads states 5 to 5; .* 1 to 4"),
+        ({"swap_out_device_blocks": (state(1),), "swap_out_host_blocks": (1,)}, "a block to a state, or a state to"),
+        ({"swap_out_device_blocks": (1,), "swap_out_host_blocks": (state(1),)}, "swap_out writes blocks 2147483649"),
+        (
+            {"swap_out_device_blocks": (1, state(1)), "swap_out_host_blocks": (state(2), 2)},
+            "swap_out_device_blocks and swap_out_host_blocks move a block to a state, or a state to a block",
+        ),
+        ({"swap_out_device_blocks": (state(1),)}, "swap_out_device_blocks names 1 blocks to read and 0 to write"),
+        (
+            {"swap_out_device_blocks": (state(1), state(2)), "swap_out_host_blocks": (state(3), state(3))},
+            "swap_out writes a state twice",
+        ),
+        (
+            {
+                "swap_out_device_blocks": (state(1),),
+                "swap_out_host_blocks": (state(3),),
+                "swap_in_host_blocks": (state(2),),
+                "swap_in_device_blocks": (state(1),),
+            },
+            "device state 1 is swapped out and in by one plan",
+        ),
+        ({"copy_source_blocks": (state(1),), "copy_target_blocks": (state(2),)}, "copy reads blocks 2147483649"),
+    ],
+)
+def test_bad_moves_of_states(columns: dict[str, Any], text: str) -> None:
+    with pytest.raises(WorkerProtocolError, match=text):
+        cache_with_states().check(StepPlan(1, 1, **columns))
+
+
+def test_a_cache_without_states_moves_none() -> None:
+    with pytest.raises(WorkerProtocolError, match="swap_out reads states 1 to 1; this pool has no states"):
+        numbered_cache().check(StepPlan(1, 1, swap_out_device_blocks=(state(1),), swap_out_host_blocks=(state(1),)))
+
+
+def test_the_bandwidth_is_that_of_blocks() -> None:
+    cache = cache_with_states()
+    assert cache.measure_bandwidth() > 0
+    assert cache.states[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_cache_of_fp8_is_half_as_large_and_moves_like_any() -> None:

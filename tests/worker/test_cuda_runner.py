@@ -74,7 +74,8 @@ from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.epoch_grammars import CompileThread, EpochGrammars
 from worker_service.models.communicator import SingleRank
 from worker_service.models.torch_operations import ExpertProduct, Operations, multiply_all
-from worker_service.rows.table import TableLimits, WorkingRows
+from worker_service.rows.table import TableLimits
+from worker_service.rows.working_rows import WorkingRows
 from worker_service.runner import ModelRunner
 from worker_service.startup import loader
 from worker_service.startup.loader import attention_shape, cache_shape, load_worker

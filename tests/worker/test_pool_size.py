@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from worker_service.config import WorkerConfig
 from worker_service.startup import loader
 from worker_service.startup.device_memory import DeviceMemory, StepSize
 from worker_service.startup.pool_size import (
+    Counts,
     PoolSize,
     blocks_of_sequence,
     count_blocks,
@@ -77,7 +77,7 @@ def sizes(max_num_blocks: int = 1000, block_bytes: int = MIB, **options: Any) ->
     ],
 )
 def test_what_is_said_counts_before_the_default(options: dict[str, Any], expected: int) -> None:
-    assert sizes(**options).num_host_blocks(100 * GIB, default_bytes=4 * GIB) == expected
+    assert sizes(**options).host_counts(100 * GIB, default_bytes=4 * GIB) == (expected, 0)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_pool_that_is_smaller_than_was_asked_says_so(options: dict[str, Any], 
 
 @pytest.mark.parametrize("default_bytes", [0, 1, MIB, 2 * MIB - 1])
 def test_a_default_that_holds_no_block_is_none(default_bytes: int) -> None:
-    assert sizes().num_host_blocks(100 * GIB, default_bytes) == 0
+    assert sizes().host_counts(100 * GIB, default_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,82 @@ def test_a_default_that_holds_no_block_is_none(default_bytes: int) -> None:
 )
 def test_a_pool_beyond_the_memory_of_a_cpu_names_its_flag(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sizes(**options).num_blocks_of_cpu(10 * GIB)
+        sizes(**options).counts_of_cpu(10 * GIB)
 
 
 def test_a_cpu_without_memory_has_room_for_no_block() -> None:
     with pytest.raises(ValueError, match=r"the KV cache may use 0 bytes, but two blocks need 2.00 MiB; free memory"):
-        sizes().num_blocks_of_cpu(-GIB)
-    assert sizes().num_blocks_of_cpu(GIB) == (306, 0)  # 30 %, of which one block is never used
+        sizes().counts_of_cpu(-GIB)
+    assert sizes().counts_of_cpu(GIB) == ((306, 0), (0, 0))  # 30 %, of which one block is never used
+
+
+# Models with states. A block of 16 tokens takes 1 MiB, and a state 8 MiB.
+
+
+def sizes_with_states(max_model_len: int = 512, **options: Any) -> PoolSize:
+    return replace(sizes(100_000, **options), state_bytes=8 * MIB, max_model_len=max_model_len)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "options", "expected"),
+    [
+        # A sequence of 512 tokens takes 3 * 8 MiB and 32 MiB, so 560 MiB have room for 10 sequences.
+        (512, {"kv_cache_memory": "560MiB"}, (560 - 30 * 8 - 1, 29)),
+        # Longer sequences count as 4,096 tokens: 24 MiB of 280 MiB.
+        (100_000, {"kv_cache_memory": "560MiB"}, (560 - 6 * 8 - 1, 5)),
+        (512, {"kv_cache_memory": "42MiB"}, (1, 4)),
+        (512, {"kv_cache_memory": "560MiB", "max_num_seqs": 2}, (560 - 13 * 8 - 1, 12)),
+        # The states of a given number of blocks are in addition.
+        (512, {"num_device_blocks": 320}, (320, 30)),
+        (512, {"num_device_blocks": 2}, (2, 4)),
+        (100_000, {"num_device_blocks": 2560}, (2560, 30)),
+        (512, {"num_device_blocks": 32_000, "max_num_seqs": 100}, (32_000, 404)),
+        (512, {}, (3072 - 164 * 8 - 1, 163)),  # 30 % of 10 GiB
+    ],
+)
+def test_memory_is_divided_between_blocks_and_states(
+    max_model_len: int, options: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    found = sizes_with_states(max_model_len, **options)
+    device = found.device_counts(100 * GIB if options else 10 * GIB)
+    assert device == expected
+    if "kv_cache_memory" in options:
+        assert found.size(device) == int(options["kv_cache_memory"].removesuffix("MiB")) * MIB
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (0, 0)),
+        ({"swap_space": "0"}, (0, 0)),
+        ({"swap_space": "560MiB"}, (560 - 30 * 8 - 1, 29)),
+        ({"num_host_blocks": 320}, (320, 30)),
+        ({"num_host_blocks": 0}, (0, 0)),
+    ],
+)
+def test_swap_space_is_divided_by_the_same_rule(options: dict[str, Any], expected: tuple[int, int]) -> None:
+    assert sizes_with_states(num_device_blocks=2, **options).counts_of_cpu(10 * GIB)[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"kv_cache_memory": "41MiB"},
+            "the KV cache may use 41.00 MiB, but two blocks and 5 states need 42.00 MiB; raise --kv-cache-memory",
+        ),
+        ({"swap_space": "41MiB"}, "--swap-space is 41MiB; two blocks and 5 states take 44040192 bytes: raise it"),
+        (
+            {"num_device_blocks": 900},
+            "--num-device-blocks is 900: 900 blocks take 901.00 MiB; 1.00 GiB of memory are available, of which 84 "
+            "states take 680.00 MiB; 343 blocks fit, 344.00 MiB: lower --num-device-blocks",
+        ),
+        ({"num_device_blocks": 2, "num_host_blocks": 980}, "--num-host-blocks is 980, which takes 1.6[0-9] GiB; 1.00"),
+    ],
+)
+def test_memory_that_is_too_small_for_states(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sizes_with_states(**options).counts_of_cpu(GIB)
 
 
 class Rank:
@@ -179,7 +248,7 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
     assembly = loader._RunnerParts(
         config=asked.config, device=torch.device("cuda"), max_model_len=1024, communicator=Rank(num_ranks), **parts
     )
-    assert assembly.num_blocks(asked) == (10, expected)
+    assert assembly.counts(asked) == ((10, 0), (expected, 0))
     assert measured == [expected], "its staging is counted among what a GPU's memory is taken by"
 
 
@@ -196,29 +265,28 @@ def test_a_sequence_needs_blocks_for_the_windows_of_its_groups() -> None:
 def test_a_pool_without_a_block_for_each_layer_group_is_refused(options: dict[str, Any]) -> None:
     asked = replace(sizes(**options), num_groups=7)
     with pytest.raises(ValueError, match=r"6 blocks of 1.00 MiB.* each of the model's 7 layer groups"):
-        asked.num_cpu_blocks(GIB)
+        asked.device_counts(GIB)
     with pytest.raises(ValueError, match="7 layer groups"):
         asked.num_gpu_blocks(DeviceMemory(GIB, 0, 0, 0, 0, 0), StepSize(64, 8))
-    assert replace(asked, num_groups=6).num_cpu_blocks(GIB) == 6
+    assert replace(asked, num_groups=6).device_counts(GIB) == (6, 0)
 
 
 class Failing:
     """A fake assembly whose runner fails with an error."""
 
-    shape = SimpleNamespace(block_bytes=GIB)
-
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def runner(self, num_device_blocks: int, num_host_blocks: int) -> None:
+    def runner(self, device: Counts, host: Counts) -> None:
         raise self._error
 
 
 def test_pools_that_cannot_be_allocated_name_their_sizes() -> None:
-    with pytest.raises(ValueError, match=r": 9 device blocks, 9.00 GiB, and 2 host blocks, 2.00 GiB: lower --num-dev"):
-        loader._allocate(Failing(MemoryError()), 9, 2)
+    pool, counts = sizes(block_bytes=GIB), (Counts(8), Counts(1))
+    with pytest.raises(ValueError, match=r": 8 device blocks, 9.00 GiB, and 1 host blocks, 2.00 GiB: lower --num-dev"):
+        loader._allocate(Failing(MemoryError()), pool, *counts)
     with pytest.raises(RuntimeError, match="of another kind"):
-        loader._allocate(Failing(RuntimeError("of another kind")), 9, 2)
+        loader._allocate(Failing(RuntimeError("of another kind")), pool, *counts)
 
 
 def test_a_gpu_is_asked_for_no_more_than_it_has_before_a_weight_is_loaded() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from pagewire.common.wire.messages import RowOpening, SamplingParams, StepPlan, WorkerProtocolError
 from testing.plans import Row, plan_steps
-from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
+from worker_service.rows.table import SequenceTable, TableLimits
+from worker_service.rows.working_rows import WorkingRows
 
 LIMITS = TableLimits(
     max_num_seqs=4, max_num_batched_tokens=12, max_model_len=20, block_size=4, num_device_blocks=10, vocab_size=50

@@ -23,7 +23,8 @@ from worker_service.attention.backends.torch import TorchAttention
 from worker_service.cache.cache_engine import CacheEngine
 from worker_service.device.cuda import is_fatal, is_out_of_memory
 from worker_service.rows.parts import run_in_parts
-from worker_service.rows.table import TableLimits, WorkingRows
+from worker_service.rows.table import TableLimits
+from worker_service.rows.working_rows import WorkingRows
 from worker_service.runner import ModelRunner
 from worker_service.startup.loader import attention_shape, cache_shape
 

@@ -6,17 +6,21 @@ one piece too. Each layer sees its part of the device pool as two views with the
 different groups (see `pagewire/network/layer_groups.py`) see the same bytes. Block tables ensure that they never use
 the same block at the same time. Plans never name block 0 of either pool: on the device, block 0 is padding and stays
 zero.
+
+A model with states (see `pagewire.kernels.states`) has two more pools, of states. Their moves are among the moves of
+blocks in a plan, with ids from FIRST_STATE_ID on. Copies name blocks only.
 """
 
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from pagewire.common.wire.messages import StepPlan, WorkerProtocolError
+from pagewire.common.wire.messages import FIRST_STATE_ID, StepPlan, WorkerProtocolError
 from pagewire.kernels.cache_rows import row_size
 from worker_service.attention import LayerCache
 from worker_service.cache.host_moves import HostMoves
@@ -81,9 +85,10 @@ class CacheShape:
 class CacheEngine:
     """The memory of the KV cache: a pool of blocks on the device, and a pool of swapped-out blocks on the host.
 
-    `layers[i]` is (key_cache, value_cache), each [num_blocks + 1, block_size, num_kv_heads, row_size]. The engine
-    initializes only block 0. Other blocks may contain anything, NaN included, because their content is not read before
-    a step or a move writes it. `check` validates the block operations of a plan before any of them starts.
+    `layers[i]` is (key_cache, value_cache), each [num_blocks + 1, block_size, num_kv_heads, row_size]. `states` is
+    [num_states + 1, state_size] float32. The engine initializes only block 0 and state 0. Other blocks and states may
+    contain anything, NaN included, because their content is not read before a step or a move writes it. `check`
+    validates the moves and copies of a plan before any of them starts.
     """
 
     def __init__(
@@ -93,8 +98,12 @@ class CacheEngine:
         device: torch.device,
         num_host_blocks: int = 0,
         streams: Device | None = None,
+        *,
+        state_size: int = 0,
+        num_device_states: int = 0,
+        num_host_states: int = 0,
     ) -> None:
-        """Allocate the device blocks and the host blocks.
+        """Allocate the device blocks and the host blocks, and the states, which only a CPU has.
 
         `streams` is the accelerator that moves blocks while it computes. If it is None, all operations run in the order
         of the calls. On a CPU they finish before the calls return.
@@ -109,6 +118,11 @@ class CacheEngine:
         self._moves: HostMoves | StreamMoves = (
             HostMoves(blocks, num_host_blocks) if streams is None else StreamMoves(streams, blocks, num_host_blocks)
         )
+        self.num_device_states = num_device_states
+        self.num_host_states = num_host_states
+        self.states = torch.empty((num_device_states + 1, state_size), device=device)
+        self.states[0] = 0
+        self._state_moves = HostMoves(self.states.view(torch.uint8), num_host_states)
         self._last_planned_step = 0
 
     def reset(self) -> None:
@@ -118,36 +132,28 @@ class CacheEngine:
         self._last_planned_step = 0
 
     def check(self, plan: StepPlan) -> None:
-        """Raise WorkerProtocolError if a step plan contains an invalid move or copy of KV cache blocks.
+        """Raise WorkerProtocolError if a step plan contains an invalid move or copy of KV cache blocks or states.
 
-        A move or copy is invalid if a block id is out of range, if the lists of sources and targets differ in length,
-        or if a block is written twice. A plan must not swap the same block out and in.
+        A move or copy is invalid if an id is out of range, if the lists of sources and targets differ in length, if it
+        moves a block to a state, or if a block or state is written twice. A plan must not swap the same block out and
+        in.
         """
-        num_device_blocks, num_host_blocks = self.num_device_blocks, self.num_host_blocks
-        for name, sources, num_sources, targets, num_targets in (
-            ("swap_out", plan.swap_out_device_blocks, num_device_blocks, plan.swap_out_host_blocks, num_host_blocks),
-            ("swap_in", plan.swap_in_host_blocks, num_host_blocks, plan.swap_in_device_blocks, num_device_blocks),
-            ("copy", plan.copy_source_blocks, num_device_blocks, plan.copy_target_blocks, num_device_blocks),
-        ):
-            if not sources and not targets:
-                continue
-            if len(sources) != len(targets):
-                raise WorkerProtocolError(f"{name} names {len(sources)} blocks to read and {len(targets)} to write")
-            _check_ids(f"{name} reads", sources, num_sources)
-            _check_ids(f"{name} writes", targets, num_targets)
-            if len(set(targets)) != len(targets):
-                raise WorkerProtocolError(f"{name} writes a block twice")
-        _check_moved_once("device", plan.swap_out_device_blocks, plan.swap_in_device_blocks)
-        _check_moved_once("host", plan.swap_out_host_blocks, plan.swap_in_host_blocks)
+        blocks, states = _divide(plan)
+        _check_plan(blocks, "block", self.num_device_blocks, self.num_host_blocks)
+        if states is not None:
+            _check_plan(states, "state", self.num_device_states, self.num_host_states)
 
     def move(self, plan: StepPlan) -> None:
-        """Start the plan's moves of KV cache blocks between device and host.
+        """Start the plan's moves of KV cache blocks and states between device and host.
 
         The moves run after all computation that was submitted earlier. `plan` must have passed `check`.
         """
         self._last_planned_step = plan.step
         if plan.swap_out_device_blocks or plan.swap_in_host_blocks:
-            self._moves.start(plan)
+            blocks, states = _divide(plan)
+            self._moves.start(blocks)
+            if states is not None:
+                self._state_moves.start(states)
 
     def copy(self, plan: StepPlan) -> None:
         """Copy KV cache blocks within the device as the plan requests, before any later computation.
@@ -174,6 +180,10 @@ class CacheEngine:
                 for cache in (cache for layer in layers for cache in self.layers[layer]):
                     self._moves.run(partial(cache[int(table[index]), places].fill_, value))
             position = last
+
+    def fill_states_with_nan(self, states: Sequence[int]) -> None:
+        """Fill states with NaN, because they could not be computed. A sequence that reads them yields no token."""
+        self.states[list(states)] = float("nan")
 
     def last_moved_step(self) -> int:
         """Return the number of the last step whose moves of KV cache blocks between device and host have finished.
@@ -216,17 +226,64 @@ class CacheEngine:
         return time.perf_counter() - started
 
 
-def _check_ids(what: str, block_ids: Sequence[int], num_blocks: int) -> None:
-    if min(block_ids) < 1 or max(block_ids) > num_blocks:
-        ids = f"ids are 1 to {num_blocks}" if num_blocks else "this pool has no blocks"
-        raise WorkerProtocolError(f"{what} blocks {min(block_ids)} to {max(block_ids)}; {ids}")
+def _divide(plan: StepPlan) -> tuple[StepPlan, StepPlan | None]:
+    """Divide a plan into one with its moves and copies of blocks, and one with its moves of states, numbered from 1.
+
+    The second is None if no state is moved. Raises WorkerProtocolError if a block is moved to a state, or if the lists
+    of sources and targets differ in length.
+    """
+    if max((*plan.swap_out_device_blocks, *plan.swap_in_host_blocks), default=0) < FIRST_STATE_ID:
+        return plan, None
+    blocks: dict[str, Any] = {}
+    states: dict[str, Any] = {"copy_source_blocks": (), "copy_target_blocks": ()}
+    for source, target in (
+        ("swap_out_device_blocks", "swap_out_host_blocks"),
+        ("swap_in_host_blocks", "swap_in_device_blocks"),
+    ):
+        read, written = getattr(plan, source), getattr(plan, target)
+        _check_lengths(source, read, written)
+        if any((one < FIRST_STATE_ID) != (other < FIRST_STATE_ID) for one, other in zip(read, written, strict=True)):
+            raise WorkerProtocolError(f"{source} and {target} move a block to a state, or a state to a block")
+        for name, ids in ((source, read), (target, written)):
+            blocks[name] = tuple(each for each in ids if each < FIRST_STATE_ID)
+            states[name] = tuple(each - FIRST_STATE_ID for each in ids if each >= FIRST_STATE_ID)
+    return replace(plan, **blocks), replace(plan, **states)
 
 
-def _check_moved_once(where: str, swapped_out: Sequence[int], swapped_in: Sequence[int]) -> None:
-    """Raise WorkerProtocolError if the same plan swaps a KV cache block out and in.
+def _check_plan(plan: StepPlan, kind: str, num_on_device: int, num_on_host: int) -> None:
+    """Check the moves and copies of one kind of a plan: "block" or "state". See `CacheEngine.check`."""
+    for name, sources, num_sources, targets, num_targets in (
+        ("swap_out", plan.swap_out_device_blocks, num_on_device, plan.swap_out_host_blocks, num_on_host),
+        ("swap_in", plan.swap_in_host_blocks, num_on_host, plan.swap_in_device_blocks, num_on_device),
+        ("copy", plan.copy_source_blocks, num_on_device, plan.copy_target_blocks, num_on_device),
+    ):
+        if not sources and not targets:
+            continue
+        _check_lengths(name, sources, targets)
+        _check_ids(f"{name} reads", kind, sources, num_sources)
+        _check_ids(f"{name} writes", kind, targets, num_targets)
+        if len(set(targets)) != len(targets):
+            raise WorkerProtocolError(f"{name} writes a {kind} twice")
+    _check_moved_once(f"device {kind}", plan.swap_out_device_blocks, plan.swap_in_device_blocks)
+    _check_moved_once(f"host {kind}", plan.swap_out_host_blocks, plan.swap_in_host_blocks)
 
-    Until a move has finished, no other move may write its source block or read its target block.
+
+def _check_lengths(name: str, sources: Sequence[int], targets: Sequence[int]) -> None:
+    if len(sources) != len(targets):
+        raise WorkerProtocolError(f"{name} names {len(sources)} blocks to read and {len(targets)} to write")
+
+
+def _check_ids(what: str, kind: str, ids: Sequence[int], num: int) -> None:
+    if min(ids) < 1 or max(ids) > num:
+        known = f"ids are 1 to {num}" if num else f"this pool has no {kind}s"
+        raise WorkerProtocolError(f"{what} {kind}s {min(ids)} to {max(ids)}; {known}")
+
+
+def _check_moved_once(what: str, swapped_out: Sequence[int], swapped_in: Sequence[int]) -> None:
+    """Raise WorkerProtocolError if the same plan swaps a KV cache block or a state out and in.
+
+    Until a move has finished, no other move may write its source or read its target.
     """
     both = swapped_out and swapped_in and set(swapped_out).intersection(swapped_in)
     if both:
-        raise WorkerProtocolError(f"{where} block {min(both)} is swapped out and in by one plan")
+        raise WorkerProtocolError(f"{what} {min(both)} is swapped out and in by one plan")

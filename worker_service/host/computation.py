@@ -13,10 +13,11 @@ from pagewire.kernels.cpu import CpuKernels, FlatRows, PagedRows, TableFlattener
 from pagewire.kernels.cpu.sampler import CpuSampler, TableSampler, TokenHistory, TorchSampler, highest_logits
 from worker_service.attention import AttentionBackend, AttentionBatch, CpuAttention, LayerCache
 from worker_service.host.cpu_decoder import CpuDecoder
-from worker_service.models.decoder import Decoder
+from worker_service.models.decoder import Decoder, Outputs
 from worker_service.models.torch_operations import Attend
 from worker_service.rows import (
     BegunStep,
+    PartStates,
     Pooler,
     Samples,
     SequenceTable,
@@ -45,13 +46,16 @@ class HostComputation:
         table: SequenceTable,
         kernels: CpuKernels | None,
         pooler: Pooler,
+        states: Tensor | None = None,
     ) -> None:
         """Create the computation. `layers` are the KV cache's tensors for each layer of the model.
 
         The C kernels build the batches and sample the tokens. If `kernels` is None, numpy and plain torch do so
-        instead.
+        instead. `states` is the memory of the rows' states, see `CacheEngine`; None: the model has no states.
         """
         self.table = table
+        self._states = states
+        self._has_overwritten = False  # whether the current part has overwritten states that its rows read
         self._batches = BatchBuilder(table, kernels)
         self._model = model
         self._layers = layers
@@ -81,8 +85,17 @@ class HostComputation:
         return partial(self.launch, step, rows)
 
     def launch(self, step: BegunStep, rows: WorkingRows) -> FinishedStep:
-        """Compute a step, or a part of a step, and return it as a finished step. See `Computation.launch`."""
-        samples, prompt_logprobs = self._compute(rows, step.watch) if len(rows.slots) else (Samples(()), ())
+        """Compute a step, or a part of a step, and return it as a finished step. See `Computation.launch`.
+
+        Raises RuntimeError, which ends the session, if the part fails after it has overwritten states that it reads.
+        """
+        self._has_overwritten = False
+        try:
+            samples, prompt_logprobs = self._compute(rows, step.watch) if len(rows.slots) else (Samples(()), ())
+        except Exception as error:
+            if not self._has_overwritten:
+                raise
+            raise RuntimeError("a step failed after it had overwritten states of its rows") from error
         return FinishedStep(step.result(samples, prompt_logprobs, *step.watch.take()))
 
     def synchronize(self) -> None:
@@ -94,9 +107,10 @@ class HostComputation:
         flat = self._batches.build(chosen)
         attend = self._prepare(flat.paged)
         watch.end("batch")
-        hidden, logits, highest, times = self._model.forward_logits(
-            flat.token_ids, flat.positions, attend, flat.sampling_indices
-        )
+        states = None
+        if self._states is not None:
+            states = self.table.states.of_part(rows, flat.paged.query_start_loc, self._states)
+        hidden, logits, highest, times = self._forward(flat, attend, states)
         watch.end("model", times)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         if rows.are_plain:
@@ -107,7 +121,21 @@ class HostComputation:
             samples, prompt_logprobs = self._sample(chosen, hidden, logits, highest)
             samples = self._pool(chosen, hidden, samples)
         watch.end("sampling")
+        if states is not None:
+            self.table.states.advance(states)
         return samples, prompt_logprobs
+
+    def _forward(self, flat: FlatRows, attend: Attend, states: PartStates | None) -> Outputs:
+        """Run the model, and record when it can no longer be repeated because it has overwritten states.
+
+        The C kernels allocate all memory before they write. Plain torch allocates memory for each operation.
+        """
+        overwrites = states is not None and states.overwrites
+        self._has_overwritten = overwrites and not isinstance(self._model, CpuDecoder)
+        rows = None if states is None else states.rows
+        outputs = self._model.forward_logits(flat.token_ids, flat.positions, attend, flat.sampling_indices, rows)
+        self._has_overwritten = overwrites
+        return outputs
 
     def _prepare(self, rows: PagedRows) -> Attend:
         """Prepare the attention of a step. Return the function that each layer of the model calls.

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from worker_service.rows.table import WorkingRows
+from worker_service.rows.working_rows import WorkingRows
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from pagewire.common.wire.messages import Pooling, RowStatus
 from worker_service.models.dense import DenseLayer
 from worker_service.rows.reading import ValueReader
 from worker_service.rows.sampling import Samples
-from worker_service.rows.table import SequenceTable, WorkingRows
+from worker_service.rows.table import SequenceTable
+from worker_service.rows.working_rows import WorkingRows
 
 # Positions that are converted to float64 together. The limit bounds the memory for them.
 _MAX_POSITIONS = 128

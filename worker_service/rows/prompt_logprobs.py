@@ -11,7 +11,8 @@ from torch import Tensor
 from pagewire.common.wire.messages import Logprobs, PromptLogprobs
 from pagewire.kernels.sampling import logprob_columns
 from worker_service.rows.reading import ValueReader
-from worker_service.rows.table import SequenceTable, WorkingRows
+from worker_service.rows.table import SequenceTable
+from worker_service.rows.working_rows import WorkingRows
 
 # Prompt positions whose logits exist at the same time. The limit bounds their memory, 128 x vocab_size float32.
 MAX_LOGITS_POSITIONS = 128

@@ -20,7 +20,8 @@ from pagewire.common.wire.messages import (
 from worker_service.rows.parts import StepPart
 from worker_service.rows.prompt_logprobs import PromptChunk, prompt_chunks
 from worker_service.rows.sampling import Samples
-from worker_service.rows.table import SequenceTable, WorkingRows
+from worker_service.rows.table import SequenceTable
+from worker_service.rows.working_rows import WorkingRows
 
 _PART_NAMES = tuple(field.name for field in fields(StepParts))
 _SAMPLE_COLUMNS = tuple(field.name for field in fields(Samples))

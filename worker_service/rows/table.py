@@ -29,6 +29,8 @@ from pagewire.common.wire.messages import (
 )
 from worker_service.rows.masks import IntArray, RowMasks
 from worker_service.rows.sampling import SamplingTable, StepSampling
+from worker_service.rows.states import RowStates
+from worker_service.rows.working_rows import WorkingRows
 
 Column = tuple[int, ...]
 _COLUMNS = {phase: attrgetter(*names) for phase, names in PHASES.items()}
@@ -45,6 +47,7 @@ class TableLimits:
     # [G] positions that the layers of each layer group read back, including the query's own; 0: all
     windows: tuple[int, ...] = (0,)
     is_bidirectional: bool = False  # tokens attend to later tokens, too: a step computes all tokens of a row
+    num_device_states: int = 0  # ids are 1..num_device_states; 0: the model has no states
 
     @property
     def max_num_blocks(self) -> int:
@@ -67,42 +70,6 @@ class TableLimits:
         Blocks before the window are not used.
         """
         return max(0, start - window + 1) // self.block_size if window else 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkingRows:
-    """The running sequences (rows) that compute tokens in one step, in slot order.
-
-    Row i computes positions [starts[i], starts[i] + num_new_tokens[i]).
-    """
-
-    slots: IntArray  # [S]
-    starts: IntArray  # [S]
-    num_new_tokens: IntArray  # [S], each at least 1
-    samples: NDArray[np.bool_]  # [S], whether the row reaches its end
-    # whether all rows are plain (see `SamplingTable.is_plain`) and have not failed; False: unknown
-    are_plain: bool = False
-
-    @property
-    def ends(self) -> IntArray:
-        return self.starts + self.num_new_tokens
-
-    def take(self, which: NDArray) -> "WorkingRows":
-        """Return the sequences that `which` selects. `which` is a boolean mask or an array of indices."""
-        columns = (self.slots[which], self.starts[which], self.num_new_tokens[which], self.samples[which])
-        return WorkingRows(*columns, self.are_plain)
-
-    def flatten(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Concatenate the new tokens of all S sequences to one batch of T tokens. Return (slots, positions, offsets).
-
-        `slots` [T] and `positions` [T] describe each token. The tokens of sequence i are at indexes offsets[i] to
-        offsets[i + 1] - 1 of the batch; `offsets` is [S + 1].
-        """
-        query_start_loc = np.zeros(len(self.slots) + 1, np.int64)
-        np.cumsum(self.num_new_tokens, out=query_start_loc[1:])
-        # Within a row, the position and the flat index increase together, so their difference is constant.
-        shifts = np.repeat(self.starts - query_start_loc[:-1], self.num_new_tokens)
-        return np.repeat(self.slots, self.num_new_tokens), np.arange(len(shifts)) + shifts, query_start_loc
 
 
 class SequenceTable:
@@ -141,6 +108,7 @@ class SequenceTable:
         )
         self.sampling = SamplingTable(size, limits.vocab_size)
         self.masks = RowMasks(size, limits.vocab_size)
+        self.states = RowStates(size, limits.num_device_states)
 
     def clear(self) -> None:
         self.occupied[:] = False
@@ -161,6 +129,7 @@ class SequenceTable:
             self._open(opening)
         for phase, change in (
             ("forks", self._fork),
+            ("set_states", self._set_states),
             ("appended_blocks", self._append_blocks),
             ("set_blocks", self._set_blocks),
             ("appended_tokens", self._append_tokens),
@@ -170,7 +139,11 @@ class SequenceTable:
             if any(columns):
                 _check_lengths(phase, columns)
                 change(*columns)
-        return self._working_rows()
+        if self.states.num_states and not set(plan.fork_target_slots) <= set(plan.set_state_slots):
+            raise WorkerProtocolError(f"slots {plan.fork_target_slots} are forks, so each must get its own states")
+        rows = self._working_rows()
+        self._begin_saves(rows, _COLUMNS["saves"](plan))
+        return rows
 
     def advance(self, rows: WorkingRows) -> None:
         """Record the launch of a step: its positions are now computed, and sequences that sample have one more token.
@@ -191,6 +164,7 @@ class SequenceTable:
             rests = gives_none | self.masks.is_constrained[slots] if self.gates_grammars else gives_none
             self.work[slots[rests]] = 0
             self.num_computed_tokens[slots[is_late]] -= 1
+            self.states.step_back(slots[is_late])
             slots = slots[~gives_none & ~is_late]
         self.num_tokens[slots] += 1
 
@@ -256,6 +230,7 @@ class SequenceTable:
         _check_opening(opening, token_ids, self.limits)
         _check_sampling(slot, opening.sampling, self.limits.vocab_size)
         _check_pooling(opening)
+        self.states.open(opening)
         self.masks.open(slot, opening.grammar_id, opening.token_ids[opening.num_prompt_tokens :])
         self.occupied[slot] = True
         self.token_ids[slot, : len(token_ids)] = token_ids
@@ -285,7 +260,19 @@ class SequenceTable:
             column[targets] = column[sources]
         self.sampling.copy(sources, targets)
         self.masks.copy(sources, targets)
+        self.states.copy(sources, targets)
         self.work[targets] = 0
+
+    def _set_states(self, row_slots: Column, firsts: Column, seconds: Column) -> None:
+        self.states.replace(self._occupied_slots(row_slots), _as_array(firsts), _as_array(seconds))
+
+    def _begin_saves(self, rows: WorkingRows, columns: tuple[Column, Column, Column]) -> None:
+        """Check the states that a plan saves while the step computes `rows`, and register them."""
+        self.states.begin_step()
+        if any(columns):
+            _check_lengths("saves", columns)
+            slots, positions, states = self._occupied_slots(columns[0]), *map(_as_array, columns[1:])
+            self.states.save(rows, self.masks.is_constrained[slots], (slots, positions, states))
 
     def _append_blocks(self, numbers: Column, ids: Column) -> None:
         (tables, slots), block_ids = self._occupied_tables(numbers), _as_array(ids)

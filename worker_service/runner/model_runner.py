@@ -205,13 +205,14 @@ class ModelRunner:
         return rows.take(~has_failed)
 
     def _give_up(self, rows: WorkingRows) -> None:
-        """Mark sequences as failed, and fill the KV cache positions of their new tokens with NaN.
+        """Mark sequences as failed, and fill the KV cache positions of their new tokens, and their saves, with NaN.
 
         Failed sequences are not computed in this step or in any later step.
         """
         for slot, start, end in zip(rows.slots, rows.starts, rows.ends, strict=True):
             tables = self.table.block_tables[slot :: self.table.limits.max_num_seqs]
             self._cache.fill_with_nan(tables.tolist(), int(start), int(end))
+        self._cache.fill_states_with_nan(self.table.states.saved_states(rows))
         self.table.has_failed[rows.slots] = True
 
 

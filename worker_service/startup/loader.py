@@ -16,6 +16,7 @@ from pagewire.kernels.quantized import BITS, quantized_format
 from pagewire.network.checkpoint_files import ADAPTER_FILE
 from pagewire.network.layer_groups import LayersOfGroup, group_of_layer, layer_groups
 from pagewire.network.network import Network
+from pagewire.network.operations import Convolve
 from pagewire.network.rope import RopeConfig
 from pagewire.network.source import load_config, model_digest, weights_digest
 from pagewire.network.unused_tensors import describe_parts
@@ -49,7 +50,7 @@ from worker_service.startup.device_memory import (
 )
 from worker_service.startup.grammar_tokenizer import GrammarStart
 from worker_service.startup.memory_profile import CudaMeter, measure_memory
-from worker_service.startup.pool_size import PoolSize, blocks_of_sequence, default_swap_bytes
+from worker_service.startup.pool_size import NOTHING, Counts, PoolSize, blocks_of_sequence, default_swap_bytes
 from worker_service.startup.preflight import choose_max_model_len
 from worker_service.startup.progress import LoadProgress
 from worker_service.startup.resources import available_bytes, num_usable_cpus
@@ -94,6 +95,7 @@ def _load_worker(
     device = choose_device(config.device, config.tensor_parallel_rank)
     communicator = _communicator(config, device)
     network = whole.of_rank(communicator.rank, communicator.size)
+    check_states(network, device)
     is_gpu, uses_onednn, block_size = device.type == "cuda", config.cpu_products == "onednn", config.choose_block_size()
     kernels = None if is_gpu else load_cpu_kernels(report.tell)
     dtype = choose_dtype(config.dtype, network.dtype, device, None if uses_onednn else kernels)
@@ -120,7 +122,8 @@ def _load_worker(
     windows = tuple(group.window for group in groups)
     # Also for layer groups with windows: the prefix cache uses what the sequences leave.
     max_num_blocks = config.max_num_seqs * len(windows) * -(-max_model_len // block_size)
-    sizes = PoolSize(config, shape.block_bytes, max_num_blocks, len(windows))
+    state_bytes = network.state_size * torch.float32.itemsize
+    sizes = PoolSize(config, shape.block_bytes, max_num_blocks, len(windows), state_bytes, max_model_len)
     check_memory(unloaded, sizes)
     log_formats(unloaded)
     if communicator.rank == 0:
@@ -159,20 +162,22 @@ def _build_worker(
 
     `sizes` are the configured sizes of the cache. `start` prepares grammars on another thread; this waits for its end.
     """
-    num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
+    device, host = assembly.counts(sizes)
     log_reduced_sizes(assembly.config, sizes)
     if assembly.network.is_bidirectional:
         log_longest_prompt(assembly.config.max_num_batched_tokens, assembly.max_model_len)
-    log_size(assembly.shape, num_device_blocks, assembly.max_model_len, assembly.windows)
+    log_size(assembly.shape, device.num_blocks, assembly.max_model_len, assembly.windows)
+    log_states(assembly.network, device.num_states)
     grammars, grammar_version = start.finish()
-    runner, cache = _allocate(replace(assembly, grammars=grammars), num_device_blocks, num_host_blocks)
+    runner, cache = _allocate(replace(assembly, grammars=grammars), sizes, device, host)
     swap_bandwidth = cache.measure_bandwidth()
-    if num_host_blocks:
+    if host.num_blocks:
         logger.info(
-            "swap space: %d blocks of %d tokens, %s; blocks move at %s a second",
-            num_host_blocks,
+            "swap space: %d blocks of %d tokens%s, %s; blocks move at %s a second",
+            host.num_blocks,
             assembly.shape.block_size,
-            describe_memory((num_host_blocks + 1) * assembly.shape.block_bytes),
+            f" and {host.num_states} states" if host.num_states else "",
+            describe_memory(sizes.size(host)),
             describe_memory(swap_bandwidth),
         )
     if assembly.device.type == "cuda":
@@ -233,6 +238,20 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     if rank:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def check_states(network: Network, device: torch.device) -> None:
+    """Raise ValueError if the model's layers have states and `device` is a GPU, which does not support them."""
+    if network.state_size and device.type != "cpu":
+        raise ValueError(
+            f"--device is {device.type}, but models with a state, such as this {network.architecture}, run on CPUs "
+            "only in this version: use --device cpu"
+        )
+
+
+def num_state_layers(network: Network) -> int:
+    """Return the number of layers with a state. Each of them has a convolution."""
+    return sum(type(operation) is Convolve for operation in network.operations)
 
 
 def check_quantization(quantization: str | None, operations: Operations, device: torch.device) -> None:
@@ -326,15 +345,24 @@ class _RunnerParts:
     grammars: EpochGrammars | None = None  # set before the final runner is built
 
     def runner(
-        self, num_device_blocks: int, num_host_blocks: int = 0, *, splits_steps: bool = True
+        self, device: Counts, host: Counts = NOTHING, *, splits_steps: bool = True
     ) -> tuple[ModelRunner, CacheEngine]:
-        """Allocate a KV cache with these numbers of blocks. Return (runner, cache), where the runner uses the cache.
+        """Allocate a KV cache with pools of these sizes. Return (runner, cache), where the runner uses the cache.
 
         `splits_steps` allows a step to be computed in parts if memory does not suffice. It is ignored if there are
         several ranks, because all ranks would have to split the step in the same way.
         """
         splits_steps = splits_steps and self.communicator.size == 1
-        cache = CacheEngine(self.shape, num_device_blocks, self.device, num_host_blocks, self.streams)
+        cache = CacheEngine(
+            self.shape,
+            device.num_blocks,
+            self.device,
+            host.num_blocks,
+            self.streams,
+            state_size=self.network.state_size,
+            num_device_states=device.num_states,
+            num_host_states=host.num_states,
+        )
         computation = self._computation(cache)
         return ModelRunner(computation, cache, self.communicator, splits_steps, self.grammars), cache
 
@@ -348,12 +376,14 @@ class _RunnerParts:
             vocab_size=self.network.vocab_size,
             windows=self.windows,
             is_bidirectional=self.network.is_bidirectional,
+            num_device_states=cache.num_device_states,
         )
         table = SequenceTable(limits, gates_grammars=self.streams is not None)
         pooler = Pooler(self.dense)
         if self.streams is None:
             model = host_model(self.model, self.backend)
-            return HostComputation(model, cache.layers, self.backend, table, self.kernels, pooler)
+            states = cache.states if cache.num_device_states else None
+            return HostComputation(model, cache.layers, self.backend, table, self.kernels, pooler, states)
         graphs = (self.config.max_graph_batch_size, self.config.max_graph_tokens)
         sampler = create_sampler(limits.vocab_size)
         return DeviceComputation(self.model, cache.layers, self.backend, sampler, table, self.streams, pooler, *graphs)
@@ -388,24 +418,25 @@ class _RunnerParts:
             gates_grammars=self.streams is not None,
             is_bidirectional=self.network.is_bidirectional,
             tables_digest=self.model.tables_digest(self.alibi_slopes),
+            num_device_states=cache.num_device_states,
+            num_host_states=cache.num_host_states,
+            state_bytes=cache.states[0].nbytes,
+            num_state_layers=num_state_layers(self.network),
         )
 
-    def num_blocks(self, sizes: PoolSize) -> tuple[int, int]:
-        """Return the numbers of KV cache blocks on the device and in the host's swap space.
+    def counts(self, sizes: PoolSize) -> tuple[Counts, Counts]:
+        """Return the numbers of blocks and states on the device and in the host's swap space.
 
         The configuration sets these numbers. By default they follow from the available memory, up to the number of
         blocks that the maximum number of sequences could use together.
         """
         available = available_bytes()
         if self.device.type == "cpu":
-            return sizes.num_blocks_of_cpu(available)
+            return sizes.counts_of_cpu(available)
         num_local_ranks = min(self.communicator.size, torch.cuda.device_count())
-        num_host_blocks = sizes.num_host_blocks(
-            available, default_swap_bytes(self.device.type, available, num_local_ranks)
-        )
-        return sizes.num_gpu_blocks(
-            self._measure_memory(num_host_blocks), largest_step_size(self.config)
-        ), num_host_blocks
+        host = sizes.host_counts(available, default_swap_bytes(self.device.type, available, num_local_ranks))
+        memory = self._measure_memory(host.num_blocks)
+        return Counts(sizes.num_gpu_blocks(memory, largest_step_size(self.config))), host
 
     def _measure_memory(self, num_host_blocks: int) -> DeviceMemory:
         """Run the largest possible step on a temporary runner.
@@ -415,7 +446,7 @@ class _RunnerParts:
         block_bytes = self.shape.block_bytes
         memory = measure_memory(
             CudaMeter(self.device),
-            lambda num_blocks: self.runner(num_blocks, splits_steps=False)[0],
+            lambda num_blocks: self.runner(Counts(num_blocks), splits_steps=False)[0],
             step=largest_step_size(self.config),
             max_model_len=self.max_model_len,
             block_size=self.shape.block_size,
@@ -444,17 +475,17 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
         available = available_bytes()
         held_in = unloaded.describe_dtypes()
         check_cpu_weights(available=available, held=footprint.held, peak=footprint.peak, held_in=held_in)
-        num_blocks = sum(sizes.num_blocks_of_cpu(available - footprint.held))
+        cache_bytes = sum(map(sizes.size, sizes.counts_of_cpu(available - footprint.held)))
         announce_memory(
             f"{describe_memory(footprint.held)} of weights, {describe_memory(footprint.peak)} while they load, and "
-            f"{describe_memory(num_blocks * sizes.block_bytes)} of KV cache; {describe_memory(available)} were "
+            f"{describe_memory(cache_bytes)} of KV cache; {describe_memory(available)} were "
             "available: use a smaller model, lower --kv-cache-memory, or stop other programs that use memory"
         )
         return
     free, total = torch.cuda.mem_get_info(device)
     if footprint.held > free:
         raise weights_refusal(total=total, free=free, needed=footprint.held)
-    sizes.num_host_blocks(available_bytes())
+    sizes.host_counts(available_bytes())
     least = DeviceMemory(total=total, others=total - free, weights=footprint.held, step=0, graphs=0, staging=0)
     sizes.num_gpu_blocks(least, largest_step_size(sizes.config))
 
@@ -549,24 +580,24 @@ def _load_weights(unloaded: UnloadedModel, report: LoadProgress, cache: PackedCa
     return model
 
 
-def _allocate(assembly: _RunnerParts, num_device_blocks: int, num_host_blocks: int) -> tuple[ModelRunner, CacheEngine]:
-    """Allocate the KV cache's block pools and build the model runner.
+def _allocate(assembly: _RunnerParts, sizes: PoolSize, device: Counts, host: Counts) -> tuple[ModelRunner, CacheEngine]:
+    """Allocate the KV cache's pools and build the model runner.
 
     Raises ValueError if the allocation fails, although the estimate of memory said that the pools fit.
     """
     try:
-        return assembly.runner(num_device_blocks, num_host_blocks)
+        return assembly.runner(device, host)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        device_size, host_size = (
-            describe_memory(num_blocks * assembly.shape.block_bytes)
-            for num_blocks in (num_device_blocks, num_host_blocks)
+        pools = (
+            f"{counts.num_blocks} {where} blocks{f' and {counts.num_states} states' if counts.num_states else ''}, "
+            f"{describe_memory(sizes.size(counts))}"
+            for where, counts in (("device", device), ("host", host))
         )
         raise ValueError(
-            f"the KV cache cannot be allocated: {num_device_blocks} device blocks, {device_size}, and "
-            f"{num_host_blocks} host blocks, {host_size}: lower --num-device-blocks or --kv-cache-memory, and "
-            "--swap-space"
+            f"the KV cache cannot be allocated: {', and '.join(pools)}: lower --num-device-blocks or "
+            "--kv-cache-memory, and --swap-space"
         ) from error
 
 
@@ -617,4 +648,17 @@ def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int, wind
             num_device_blocks,
             max_model_len,
             num_needed,
+        )
+
+
+def log_states(network: Network, num_states: int) -> None:
+    """Log the number and the size of the states, if the model has any."""
+    if num_states:
+        state_bytes = network.state_size * torch.float32.itemsize
+        logger.info(
+            "states of %d layers: %d of %s each, %s",
+            num_state_layers(network),
+            num_states,
+            describe_memory(state_bytes),
+            describe_memory((num_states + 1) * state_bytes),
         )

@@ -34,13 +34,15 @@ logger = logging.getLogger(__name__)
 
 _JUDGE_INTERVAL = 0.1
 # Capacity fields that must be equal in all ranks, and fields of which the lowest value applies.
-_EQUAL = ("vocab_size", "block_size", "dtype", "layer_groups", "tables_digest")
+_EQUAL = ("vocab_size", "block_size", "dtype", "layer_groups", "num_state_layers", "tables_digest")
 _LEAST = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
     "num_device_blocks",
     "num_host_blocks",
+    "num_device_states",
+    "num_host_states",
     "swap_bandwidth",
 )
 
