@@ -24,6 +24,7 @@ class Row:
     num_computed: int = 0
     num_planned_outputs: int = 0
     tables: list[list[int]] = field(default_factory=list)  # of each layer group
+    state: int = 0  # the state that the row writes; 0: the model has no states
 
     @property
     def num_uncomputed(self) -> int:
@@ -34,6 +35,7 @@ class Row:
         return RowOpening(
             slot, slot, tuple(self.prompt), len(self.prompt), self.num_computed, tuple(chain(*self.tables)),
             self.sampling, self.seed, self.sample_index, table_lengths=lengths,
+            read_state=self.state if self.num_computed else 0, own_states=(self.state,) if self.state else (),
         )  # fmt: skip
 
 
@@ -53,6 +55,7 @@ def plan_steps(
     windows: Sequence[int] = (0,),
     max_num_seqs: int = 0,
     rng: random.Random | None = None,
+    has_states: bool = False,
 ) -> list[PlannedStep]:
     """Return the steps. Row i uses slot i from the first step to its last token. Blocks are allocated when needed.
 
@@ -61,7 +64,10 @@ def plan_steps(
         rng: if it is set, blocks that no row needs any more are used again, by rows and layer groups in random order.
             Rows whose prompt is not yet computed are sometimes released and opened again, without the blocks that
             their windows have passed.
+        has_states: whether the model has states. Row i uses state i + 1.
     """
+    for slot, row in enumerate(rows):
+        row.state = slot + 1 if has_states else 0
     planner = _Planner(rows, block_size, windows, max_num_seqs, rng)
     steps: list[PlannedStep] = []
     while any(row.num_planned_outputs < row.num_outputs for row in rows):
@@ -73,7 +79,12 @@ def plan_for(
     worker: WorkerCapacity, rows: Sequence[Row], max_num_batched_tokens: int, **options: Any
 ) -> list[PlannedStep]:
     """Return the steps for a worker with this capacity. `options` are further options of `plan_steps`."""
-    own = {"block_size": worker.block_size, "windows": worker.windows, "max_num_seqs": worker.max_num_seqs}
+    own: dict[str, Any] = {
+        "block_size": worker.block_size,
+        "windows": worker.windows,
+        "max_num_seqs": worker.max_num_seqs,
+    }
+    own["has_states"] = worker.num_device_states > 0
     return plan_steps(rows, max_num_batched_tokens=max_num_batched_tokens, **own, **options)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu import CpuKernels, DecoderKernel, PackedLinear
+from pagewire.kernels.states import StateRows
 from pagewire.network.operations import NormalizeProjections, Projection, Table, Vector, replaced
 from pagewire.network.rewrites import gate_projections
 from pagewire.network.rope import QueryScaling
@@ -44,13 +45,20 @@ class CpuDecoder:
         all_reduce = self._communicator.all_reduce if self._communicator.size > 1 else None
         self._kernel = DecoderKernel(kernels, list(_Binding(model, kernels).operations()), all_reduce)
 
-    def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
+    def forward_logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        logit_rows: Tensor,
+        states: StateRows | None = None,
+    ) -> Outputs:
         """Run the forward pass of a step and return the logits of the tokens in `logit_rows`.
 
         See `Decoder.forward_logits`. The backend `CpuAttention` must have prepared `attend`.
         """
         assert isinstance(attend, CpuAttend)
-        step = (attend.rows, attend.scorings, attend.kv_cache, attend.layer_groups)
+        step = (attend.rows, attend.scorings, attend.kv_cache, attend.layer_groups, states)
         outputs = Outputs(*self._kernel.forward(token_ids, positions, logit_rows, *step), self._kernel.times())
         if self._communicator.size == 1 and not self._has_unused:
             return outputs
