@@ -5,6 +5,9 @@ computes, the worker checks the positions that the row reads through its block t
 digests of the row's own tokens. The next token is a function of the last digest. So any wrong, stale or early block is
 an error when it is read. `reference` and `candidates` are oracles for everything that the scheduler does.
 
+The content of a state is the number of tokens that led to it, and the digest of these tokens. It is an error if a row
+reads a state of other tokens.
+
 Moves are done at once, or delayed until `finish_moves`. Any use of a moving block before its move is done is an error.
 """
 
@@ -15,6 +18,7 @@ from itertools import accumulate
 from math import gcd
 
 from pagewire.common.wire.messages import (
+    FIRST_STATE_ID,
     AddedGrammar,
     Candidates,
     Logprobs,
@@ -25,6 +29,7 @@ from pagewire.common.wire.messages import (
     StepPlan,
     StepResult,
 )
+from testing.core.simulated_states import RowStates, StateStep, Write, check_rows, writes_of
 from testing.core.toy_grammar import ToyMatcher, constrained_candidates, constrained_token, is_readable, read
 
 BAD = -1  # the digest of a position with invalid values; the hash of a tuple is never -1
@@ -114,6 +119,7 @@ class Row:
     digests: list[int] = field(default_factory=list)  # digests of the first token_ids, as far as needed
     pooled: list[int] = field(default_factory=list)  # digests of the positions that this row has computed
     matcher: ToyMatcher | None = None
+    states: RowStates = field(default_factory=RowStates)
 
     @property
     def pooling(self) -> Pooling:
@@ -126,6 +132,7 @@ class Row:
             tables=[table.copy() for table in self.tables],
             digests=self.digests.copy(),
             matcher=self.matcher and self.matcher.copy(),
+            states=replace(self.states),
             work=0,
         )
 
@@ -152,7 +159,8 @@ class SimulatedWorker:
     is_bidirectional: bool = False  # tokens also read later ones, so that a step computes all tokens of a row
     rows: dict[int, Row] = field(default_factory=dict)
     last_step: int = 0
-    kv: dict[int, list[int]] = field(default_factory=dict)  # digests by device block
+    # Digests by device block. State i is block FIRST_STATE_ID + i, and contains a number of tokens and their digest.
+    kv: dict[int, list[int]] = field(default_factory=dict)
     host_kv: dict[int, list[int]] = field(default_factory=dict)
     poisoned: frozenset[int] = frozenset()  # a row whose input contains one of these tokens has invalid logits
     # Sequences whose next sampling row fails although its input is valid, with the status. Its logits and its written
@@ -166,6 +174,8 @@ class SimulatedWorker:
     grammars: dict[int, AddedGrammar] = field(default_factory=dict)
     ready_grammars: set[int] = field(default_factory=set)
     last_grammar_id: int = 0
+    num_states: int = 0  # 0: the model has no states
+    num_host_states: int = 0
 
     @property
     def last_moved_step(self) -> int:
@@ -199,15 +209,16 @@ class SimulatedWorker:
             self._copy(plan)
         for opening in plan.openings:
             self._open(opening)
-        if plan.fork_target_slots or plan.append_token_slots:
+        if plan.fork_target_slots or plan.set_state_slots or plan.append_token_slots:
             self._patch_beams(plan)
         self._patch(plan)
         working = [(slot, row) for slot, row in sorted(self.rows.items()) if row.work]
+        writes = self._plan_states(plan, working)
         num_tokens = sum([row.work for _, row in working])
         assert num_tokens <= self.max_num_batched_tokens
         has_moves = bool(plan.swap_out_host_blocks or plan.swap_in_host_blocks)
         assert num_tokens or has_moves or plan.openings or plan.added_grammars, "a plan does nothing"
-        self._compute([row for _, row in working])
+        self._compute(working, writes)
         return self._answer(plan, working)
 
     # Grammars
@@ -246,8 +257,11 @@ class SimulatedWorker:
         moves = [Move(plan.step, True, *ends) for ends in outs] + [Move(plan.step, False, *ends) for ends in ins]
         for move in moves:
             device, host = (move.source, move.target) if move.is_out else (move.target, move.source)
-            assert 1 <= device <= self.num_blocks, f"{move}: no such device block"
-            assert 1 <= host <= self.num_host_blocks, f"{move}: no such host block"
+            assert self._exists(device, self.num_blocks, self.num_states), f"{move}: no such device block"
+            assert self._exists(host, self.num_host_blocks, self.num_host_states), f"{move}: no such host block"
+            assert (device > FIRST_STATE_ID) == (host > FIRST_STATE_ID), (
+                f"{move}: one end is a block, the other a state"
+            )
             for other in self.pending:
                 # Two moves may have the same source. No other block may be part of two moves.
                 same_way = other.is_out == move.is_out
@@ -256,6 +270,10 @@ class SimulatedWorker:
                 assert move.target != touched, f"S3: {move} writes what {other} writes or reads"
                 assert same_way or move.source != read, f"S4: {move} reads what {other} has yet to write"
             self.pending.append(move)
+
+    @staticmethod
+    def _exists(block: int, num_blocks: int, num_states: int) -> bool:
+        return 1 <= block <= num_blocks or FIRST_STATE_ID < block <= FIRST_STATE_ID + num_states
 
     def _copy(self, plan: StepPlan) -> None:
         pairs = list(zip(plan.copy_source_blocks, plan.copy_target_blocks, strict=True))
@@ -288,6 +306,10 @@ class SimulatedWorker:
             assert 0 <= slot < self.max_num_seqs
             self.rows[slot] = row
         assert len(set(plan.fork_target_slots)) == len(plan.fork_target_slots), "two forks have one target"
+        own_states = zip(plan.set_state_firsts, plan.set_state_seconds, strict=True)
+        for slot, own in zip(plan.set_state_slots, own_states, strict=True):
+            assert slot in plan.fork_target_slots, f"slot {slot} gets other states, and is not forked"
+            self.rows[slot].states.own = own
         for slot, token_id in zip(plan.append_token_slots, plan.append_token_ids, strict=True):
             assert 0 <= token_id < self.vocab_size
             row = self.rows[slot]
@@ -321,7 +343,11 @@ class SimulatedWorker:
         assert all(0 <= block <= self.num_blocks for block in opening.block_ids)
         tables = [list(table) for table in opening.block_tables]
         assert len(tables) == len(self.windows), "a row does not have one table for each layer group"
-        row = Row(opening, list(opening.token_ids), tables, opening.num_computed_tokens)
+        states = RowStates(opening.read_state, opening.own_states)
+        assert opening.read_state or not opening.num_computed_tokens or not self.num_states, (
+            f"sequence {opening.sequence_id} has computed {opening.num_computed_tokens} tokens, and reads state 0"
+        )
+        row = Row(opening, list(opening.token_ids), tables, opening.num_computed_tokens, states=states)
         if opening.grammar_id and self.reads_grammars:
             assert opening.grammar_id in self.ready_grammars, "a row opens with a grammar that is not ready"
             added = self.grammars[opening.grammar_id]
@@ -330,14 +356,61 @@ class SimulatedWorker:
         assert row.pooling is not Pooling.MEAN or not row.num_computed, "a mean does not begin anew"
         self.rows[opening.slot] = row
 
-    def _compute(self, working: list[Row]) -> None:
+    # States
+
+    def _plan_states(self, plan: StepPlan, working: list[tuple[int, Row]]) -> dict[int, list[Write]]:
+        """Return the states that the rows write, by slot. Asserts that no other row reads or writes them."""
+        rows = [row.states for row in self.rows.values()]
+        if not self.num_states:
+            assert not plan.save_states, "a save, but the model has no states"
+            assert not any(row.own or row.read for row in rows), "a row has states, but the model has none"
+            return {}
+        check_rows(rows, self.num_states)
+        steps = [
+            StateStep(slot, row.states, row.num_computed, row.num_computed + row.work, bool(row.opening.grammar_id))
+            for slot, row in working
+        ]
+        writes = writes_of(plan, steps, rows)
+        written = {*plan.save_states, *(state for pairs in writes.values() for _, state in pairs)}
+        assert all(1 <= state <= self.num_states for state in written), f"no such state: {sorted(written)}"
+        for state in written:
+            self._assert_writable(FIRST_STATE_ID + state)
+        for step in steps:
+            self._assert_readable(FIRST_STATE_ID + step.states.read)
+        return writes
+
+    def _read_state(self, row: Row) -> None:
+        """Check the state that a row reads: it must be the state after the row's computed tokens."""
+        start, state = row.num_computed, row.states.read
+        reader = f"sequence {row.opening.sequence_id} has computed {start} tokens, and reads state {state}"
+        content = self.kv.get(FIRST_STATE_ID + state) if state else [0, 0]
+        assert content is not None, f"{reader}, which was never written"
+        position, found = content
+        assert position == start, f"{reader}, which is after {position} tokens"
+        expected = row.digests[start - 1] if start else 0
+        if found == BAD:
+            row.digests[start:] = [BAD] * (len(row.digests) - start)
+        assert BAD in (found, expected) or found == expected, f"{reader}, which is of other tokens"
+
+    def _write_states(self, row: Row, writes: list[Write]) -> None:
+        for position, state in writes:
+            if position == row.num_computed and row.states.read:
+                content = self.kv[FIRST_STATE_ID + row.states.read].copy()
+            else:
+                content = [position, row.digests[position - 1] if position else 0]
+            self.kv[FIRST_STATE_ID + state] = content
+        row.states.advance()
+
+    # The forward pass
+
+    def _compute(self, working: list[tuple[int, Row]], writes: dict[int, list[Write]]) -> None:
         """Compute the rows in an order in which every read finds written values.
 
         A real worker writes a layer's K and V of all rows before any row attends. Here a row that starts at a position
         comes after all rows that write earlier positions.
         """
         written: set[int] = set()
-        for row in sorted(working, key=lambda row: row.num_computed):
+        for slot, row in sorted(working, key=lambda pair: pair[1].num_computed):
             end = row.num_computed + row.work
             assert end <= len(row.token_ids), "a row computes beyond its tokens"
             is_whole = not row.num_computed and end == len(row.token_ids)
@@ -346,10 +419,14 @@ class SimulatedWorker:
             self._digest(row, end)
             for group in range(len(self.windows)):
                 self._read(row, group)
+            if self.num_states:
+                self._read_state(row)
             if end == len(row.token_ids) and row.opening.sequence_id in self.bad_sequences:
                 row.digests[row.num_computed :] = [BAD] * row.work
             for group in range(len(self.windows)):
                 self._write(row, group, end, written)
+            if self.num_states:
+                self._write_states(row, writes[slot])
             if row.pooling is not Pooling.NONE:
                 row.pooled += row.digests[row.num_computed : end]
 
@@ -423,6 +500,8 @@ class SimulatedWorker:
             statuses.append(status)
             if status is RowStatus.LATE:
                 row.num_computed -= 1
+                if self.num_states:
+                    row.states.go_back()
                 row.work = int(opening.sampling.num_candidates is None and not self.gates_grammars)
                 continue
             if matcher is not None:

@@ -42,6 +42,7 @@ _MODULES = (
     "testing/__init__.py",
     "testing/core/__init__.py",
     "testing/core/beam_oracle.py",
+    "testing/core/simulated_states.py",
     "testing/core/simulated_worker.py",
     "testing/core/toy_grammar.py",
 )
