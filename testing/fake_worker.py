@@ -129,6 +129,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             max_num_batched_tokens=self.capacity["max_num_batched_tokens"],
             num_host_blocks=self.capacity["num_host_blocks"],
             windows=tuple(group.sliding_window for group in self.capacity["layer_groups"]),
+            num_states=self.capacity.get("num_device_states", 0),
+            num_host_states=self.capacity.get("num_host_states", 0),
             poisoned=frozenset({self.capacity["vocab_size"] - 1}),
             reads_grammars=False,
             bad_sequences=self.bad_sequences,

@@ -63,14 +63,7 @@ class Worker(Protocol):
 
 def checking_worker(capacity: WorkerCapacity) -> SimulatedWorker:
     """Return a worker of this capacity that checks every position that a row reads."""
-    return SimulatedWorker(
-        num_blocks=capacity.num_device_blocks,
-        block_size=capacity.block_size,
-        vocab_size=capacity.vocab_size,
-        max_num_seqs=capacity.max_num_seqs,
-        max_num_batched_tokens=capacity.max_num_batched_tokens,
-        windows=capacity.windows,
-    )
+    return SimulatedWorker.of(capacity)
 
 
 class CoreRun:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import gcd
+from typing import Any
 
 from pagewire.common.wire.messages import (
     FIRST_STATE_ID,
@@ -28,6 +29,7 @@ from pagewire.common.wire.messages import (
     RowStatus,
     StepPlan,
     StepResult,
+    WorkerCapacity,
 )
 from testing.core.simulated_states import RowStates, StateStep, Write, check_rows, writes_of
 from testing.core.toy_grammar import ToyMatcher, constrained_candidates, constrained_token, is_readable, read
@@ -176,6 +178,24 @@ class SimulatedWorker:
     last_grammar_id: int = 0
     num_states: int = 0  # 0: the model has no states
     num_host_states: int = 0
+
+    @classmethod
+    def of(cls, capacity: WorkerCapacity, **options: Any) -> "SimulatedWorker":
+        """Return a new worker with this capacity. `options` are further fields."""
+        return cls(
+            capacity.num_device_blocks,
+            capacity.block_size,
+            capacity.vocab_size,
+            capacity.max_num_seqs,
+            capacity.max_num_batched_tokens,
+            capacity.num_host_blocks,
+            capacity.windows,
+            capacity.is_bidirectional,
+            gates_grammars=capacity.gates_grammars,
+            num_states=capacity.num_device_states,
+            num_host_states=capacity.num_host_states,
+            **options,
+        )
 
     @property
     def last_moved_step(self) -> int:

@@ -15,9 +15,10 @@ would return wrong content.
     wait SECONDS, flush, run  advance the clock; empty the cache; run until nothing is left to do
     show, stats NAME...       print requests and blocks; print statistics
 
-Device blocks are shown as numbers, and host blocks as numbers with the prefix h. In a block table, a dot is a hole. A
-bar separates the tables of two layer groups. A map of blocks shows the owner of each block. It shows = for several
-owners, + for a block that is only cached, ~ for a block that only a move uses, and a dot for a free block.
+Device blocks are shown as numbers, and host blocks as numbers with the prefix h. States have the prefix s; s0 is all
+zeros. A save is a row, its number of tokens, and a state. In a block table, a dot is a hole. A bar separates the tables
+of two layer groups. A map of blocks shows the owner of each block. It shows = for several owners, + for a block that is
+only cached, ~ for a block that only a move uses, and a dot for a free block.
 """
 
 import shlex
@@ -27,7 +28,15 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
-from pagewire.common.wire.messages import GrammarKind, RowStatus, SamplingParams, StepPlan, StepResult, WorkerCapacity
+from pagewire.common.wire.messages import (
+    FIRST_STATE_ID,
+    GrammarKind,
+    RowStatus,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+)
 from scheduler_service.core import explain
 from scheduler_service.core.request import (
     AdmissionError,
@@ -39,7 +48,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.scheduler import Scheduler
-from testing.core.recorded_history import DEFAULTS, VOCAB
+from testing.core.recorded_history import DEFAULTS
 from testing.core.simulated_worker import SimulatedWorker
 from tests.core.system import capacity_of
 
@@ -146,19 +155,28 @@ class Story:
         yield "closes", [rows.pop(slot) for slot in plan.released_slots]
         yield "releases grammar", [str(id_) for id_ in plan.released_grammar_ids]
         yield "adds grammar", [str(added.grammar_id) for added in plan.added_grammars]
-        yield "moves out", [f"{a}>h{b}" for a, b in pairs(plan.swap_out_device_blocks, plan.swap_out_host_blocks)]
-        yield "moves in", [f"h{a}>{b}" for a, b in pairs(plan.swap_in_host_blocks, plan.swap_in_device_blocks)]
+        outs = pairs(plan.swap_out_device_blocks, plan.swap_out_host_blocks)
+        ins = pairs(plan.swap_in_host_blocks, plan.swap_in_device_blocks)
+        yield "moves out", [f"{_block(a)}>h{_block(b)}" for a, b in outs]
+        yield "moves in", [f"h{_block(a)}>{_block(b)}" for a, b in ins]
         yield "copies", [f"{a}>{b}" for a, b in pairs(plan.copy_source_blocks, plan.copy_target_blocks)]
         for opening in plan.openings:
             rows[opening.slot] = self._names[opening.sequence_id]
             computed = f", {opening.num_computed_tokens} of them computed" if opening.num_computed_tokens else ""
             grammar = f", with grammar {opening.grammar_id}" if opening.grammar_id else ""
             blocks = " | ".join(" ".join(str(block or ".") for block in table) for table in opening.block_tables)
-            yield f"opens {rows[opening.slot]}:", [f"{len(opening.token_ids)} tokens{computed}, in {blocks}{grammar}"]
+            own = " ".join(f"s{state}" for state in opening.own_states)
+            states = f", from s{opening.read_state} to {own}" if own else ""
+            yield (
+                f"opens {rows[opening.slot]}:",
+                [f"{len(opening.token_ids)} tokens{computed}, in {blocks}{states}{grammar}"],
+            )
         forks = [(rows[source], target) for source, target in pairs(plan.fork_source_slots, plan.fork_target_slots)]
         for name, target in forks:  # the rows of a beam search are distinguished by their slots
             rows[target] = f"{name.partition('.')[0]}.{target}"
         yield "forks", [f"{name}>{rows[target]}" for name, target in forks]
+        given = pairs(plan.set_state_slots, plan.set_state_firsts, plan.set_state_seconds)
+        yield "gives states", [f"{rows[slot]}:s{first} s{second}" for slot, first, second in given]
         appended = pairs(plan.append_tables, plan.append_block_ids)
         yield "appends", [f"{self._table(table)}+{block}" for table, block in appended]
         replaced = pairs(plan.set_block_tables, plan.set_block_indexes, plan.set_block_ids)
@@ -167,6 +185,8 @@ class Story:
             "tells",
             [f"{rows[slot]}:{token}" for slot, token in pairs(plan.append_token_slots, plan.append_token_ids)],
         )
+        saves = pairs(plan.save_slots, plan.save_positions, plan.save_states)
+        yield "saves", [f"{rows[slot]}@{position}>s{state}" for slot, position, state in saves]
 
     def _table(self, table: int) -> str:
         """Return the name of a block table: the name of its row, with a bar for each preceding layer group."""
@@ -236,15 +256,7 @@ class Story:
         )
         self._holds_moves = held_moves
         self._rows.clear()
-        self._worker = SimulatedWorker(
-            capacity.num_device_blocks,
-            capacity.block_size,
-            VOCAB,
-            capacity.max_num_seqs,
-            capacity.max_num_batched_tokens,
-            num_host_blocks=capacity.num_host_blocks,
-            windows=capacity.windows,
-        )
+        self._worker = SimulatedWorker.of(capacity)
         yield from self._said(self._scheduler.worker_joined(capacity, self._epoch, self._now))
 
     def do_spoil(self, name: str) -> Iterator[str]:
@@ -293,6 +305,11 @@ class Story:
     def do_stats(self, *names: str) -> Iterator[str]:
         stats = explain.stats(self._scheduler.state)
         yield from (f"{name} is {getattr(stats, name)}" for name in names)
+
+
+def _block(number: int) -> str:
+    """Return the name of a block, or of a state, in moves."""
+    return str(number) if number < FIRST_STATE_ID else f"s{number - FIRST_STATE_ID}"
 
 
 def retold(text: str) -> str:

@@ -22,6 +22,8 @@ def capacity_of(
     max_num_batched_tokens: int = 64,
     num_host_blocks: int = 0,
     windows: tuple[int, ...] = (0,),
+    num_states: int = 0,
+    num_host_states: int = 0,
 ):
     return WorkerCapacity(
         worker_id="w",
@@ -39,6 +41,10 @@ def capacity_of(
         num_host_blocks=num_host_blocks,
         swap_bandwidth=1e9 if num_host_blocks else 0.0,
         layer_groups=tuple(map(LayerGroup, windows)),
+        num_device_states=num_states,
+        num_host_states=num_host_states,
+        state_bytes=int(num_states > 0),
+        num_state_layers=int(num_states > 0),
     )
 
 
@@ -56,12 +62,16 @@ class System:
         poisoned=(),
         num_host_blocks=0,
         windows=(0,),
+        num_states=0,
+        num_host_states=0,
         delays_moves=False,
         **limits,
     ):
         options = SchedulerOptions(max_num_seqs, budget, 256, depth, **{"policy": "priority"} | limits)
         self.scheduler = Scheduler(options)
-        self.capacity = capacity_of(num_blocks, block_size, max_num_seqs, budget, num_host_blocks, windows)
+        self.capacity = capacity_of(
+            num_blocks, block_size, max_num_seqs, budget, num_host_blocks, windows, num_states, num_host_states
+        )
         self.delays_moves = delays_moves
         self.hypotheses = {}
         self.poisoned = frozenset(poisoned)
@@ -122,16 +132,7 @@ class System:
     def join(self) -> None:
         self.epoch += 1
         self.results.clear()
-        self.worker = SimulatedWorker(
-            self.capacity.num_device_blocks,
-            self.capacity.block_size,
-            VOCAB,
-            self.capacity.max_num_seqs,
-            self.capacity.max_num_batched_tokens,
-            num_host_blocks=self.capacity.num_host_blocks,
-            windows=self.capacity.windows,
-            poisoned=self.poisoned,
-        )
+        self.worker = SimulatedWorker.of(self.capacity, poisoned=self.poisoned)
         self.take(self.scheduler.worker_joined(self.capacity, self.epoch, self.now))
 
     def lose(self) -> None:

@@ -4,22 +4,36 @@ It is computed only from the messages that the scheduler sent and received. A mo
 scheduler has received its completion, so the ledger knows less than the worker.
 """
 
-from pagewire.common.wire.messages import RowOpening, StepPlan
+from collections.abc import Iterator
+
+from pagewire.common.wire.messages import FIRST_STATE_ID, RowOpening, StepPlan
 
 
 def blocks_of(opening: RowOpening, block_size: int, windows: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Return the blocks that an opened row will read, in all layer groups, and the blocks that it will write.
+    """Return the blocks that an opened row will read, in all layer groups, and the blocks that it will write. The
+    states that it reads and writes are included, as moves name them.
 
     Blocks outside the sliding window of their group are neither, and may belong to any row.
     """
     num_full = opening.num_computed_tokens // block_size
-    read: list[int] = []
-    written: list[int] = []
+    read = [FIRST_STATE_ID + opening.read_state] if opening.read_state else []
+    written = [FIRST_STATE_ID + state for state in opening.own_states]
     for table, window in zip(opening.block_tables, windows, strict=True):
         first = max(0, opening.num_computed_tokens - window + 1) // block_size if window else 0
         read += table[first:num_full]
         written += table[num_full:]
     return read, written
+
+
+def saved_states(plan: StepPlan) -> Iterator[tuple[int, int]]:
+    """Yield the slots of rows and the states that the plan writes for them besides those of openings, as moves name
+    them."""
+    for slots, states in (
+        (plan.set_state_slots, plan.set_state_firsts),
+        (plan.set_state_slots, plan.set_state_seconds),
+        (plan.save_slots, plan.save_states),
+    ):
+        yield from ((slot, FIRST_STATE_ID + state) for slot, state in zip(slots, states, strict=True))
 
 
 class MoveLedger:
@@ -51,7 +65,7 @@ class MoveLedger:
         assert (read_device | written_device).isdisjoint(targets_device), f"S3: a swap-in to a block of a move: {plan}"
         assert (read_host | written_host).isdisjoint(targets_host), f"S3: a swap-out to a block of a move: {plan}"
         written_device.update(targets_device)
-        written = [*plan.append_block_ids, *plan.copy_target_blocks]
+        written = [*plan.append_block_ids, *plan.copy_target_blocks, *(state for _, state in saved_states(plan))]
         read = [*plan.copy_source_blocks, *plan.set_block_ids]
         for opening in plan.openings:
             of_row = blocks_of(opening, self._block_size, self._windows)

@@ -67,18 +67,10 @@ class WorkerProcess:
         assert connection is not None
         capacity, simulation = self.capacity, self.simulation
         self.connection = connection
-        self.machine = SimulatedWorker(
-            capacity.num_device_blocks,
-            capacity.block_size,
-            capacity.vocab_size,
-            capacity.max_num_seqs,
-            capacity.max_num_batched_tokens,
-            capacity.num_host_blocks,
-            capacity.windows,
+        self.machine = SimulatedWorker.of(
+            capacity,
             poisoned=frozenset((BAD_TOKEN,)),
             bad_sequences=simulation.bad_sequences,
-            gates_grammars=capacity.gates_grammars,
-            is_bidirectional=capacity.is_bidirectional,
             is_late=simulation.is_late,
         )
         simulation.at(connection.send_up(simulation.time, simulation._delay()), simulation.receive_ready, connection)

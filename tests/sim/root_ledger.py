@@ -5,7 +5,7 @@ from typing import Any
 
 from pagewire.common.wire.messages import StepPlan, WorkerCapacity
 from tests.sim.client import Client
-from tests.sim.move_ledger import blocks_of
+from tests.sim.move_ledger import blocks_of, saved_states
 
 
 class RootLedger:
@@ -31,14 +31,17 @@ class RootLedger:
             root = self._rows[opening.slot] = (request.tenant, request.cache_salt)
             read, written = blocks_of(opening, self._block_size, self._windows)
             openings.append((root, read))
-            for block in written:
-                device[block] = root
+            for block in written:  # a row may write the state that it reads
+                if block not in read:
+                    device[block] = root
         for source, target in zip(plan.fork_source_slots, plan.fork_target_slots, strict=True):
             self._rows[target] = self._rows[source]
         for table, block in zip(plan.append_tables, plan.append_block_ids, strict=True):
             device[block] = self._rows[table % self._max_num_seqs]
         for table, block in zip(plan.set_block_tables, plan.set_block_ids, strict=True):
             device[block] = self._rows[table % self._max_num_seqs]
+        for slot, state in saved_states(plan):
+            device[state] = self._rows[slot]
         for root, blocks in openings:  # checked last: the blocks may be computed by a row of this very plan
             for block in blocks:
                 assert device[block] == root, f"S7: a block of {device[block]} is read by {root}: {plan}"

@@ -12,6 +12,7 @@ from scheduler_service.core.scheduler_options import SchedulerOptions
 
 VOCAB_SIZE = 97
 BAD_TOKEN = VOCAB_SIZE - 1  # in a prompt: its logits are always invalid
+MIN_STATES = 3  # with which every request of one sequence fits
 
 FAULTS = (
     "crash",  # the worker's process dies and is restarted
@@ -97,6 +98,10 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         capacity = replace(capacity, is_bidirectional=True, layer_groups=(LayerGroup(),))
         embeddings, share = Random(f"embeddings {seed}"), 1.0
     capacity = _with_layer_groups(Random(f"layer groups {seed}"), capacity)
+    states = Random(f"states {seed}")
+    capacity = _with_states(states, capacity)
+    if capacity.num_device_states:
+        arrivals = tuple(_within_states(states, arrival, capacity, has_grammars) for arrival in arrivals)
     if any(capacity.windows) and lengths.random() < 0.6:
         arrivals = tuple(_lengthened(lengths, arrival, capacity.max_model_len) for arrival in arrivals)
     if sessions.random() < 0.3:
@@ -261,8 +266,38 @@ def _with_layer_groups(rng: Random, capacity: WorkerCapacity) -> WorkerCapacity:
     )
 
 
+def _with_states(rng: Random, capacity: WorkerCapacity) -> WorkerCapacity:
+    """Return the capacity of a model with states in a share of the seeds, else the same."""
+    if capacity.is_bidirectional or rng.random() < 0.7:
+        return capacity
+    num_host_states = rng.choice((0, rng.randint(1, 3), 8))
+    return replace(
+        capacity,
+        num_device_states=rng.choice((rng.randint(MIN_STATES, 6), rng.randint(4, 12), 20)),
+        num_host_states=num_host_states if capacity.num_host_blocks else 0,
+        state_bytes=rng.choice((100, 1000, 5000)),
+        num_state_layers=1,
+    )
+
+
+def _within_states(rng: Random, arrival: Arrival, capacity: WorkerCapacity, has_grammars: bool) -> Arrival:
+    """Return the arrival with at most the number of sequences for which the worker has states, most of the time."""
+    request, num_states = arrival.request, capacity.num_device_states - 1
+    most = max(1, num_states // 2 if request.beam or has_grammars else num_states - 1)
+    if rng.random() < 0.05:
+        return arrival
+    beam = request.beam and replace(request.beam, beam_width=min(request.beam.beam_width, most))
+    return replace(arrival, request=replace(request, n=min(request.n, most), beam=beam))
+
+
 def smaller(rng: Random, capacity: WorkerCapacity) -> WorkerCapacity:
     """Return the capacity of a restarted worker: at most the previous capacity."""
+    if capacity.num_device_states:
+        capacity = replace(
+            capacity,
+            num_device_states=rng.randint(max(MIN_STATES, capacity.num_device_states // 2), capacity.num_device_states),
+            num_host_states=rng.randint(0, capacity.num_host_states),
+        )
     return replace(
         capacity,
         num_device_blocks=rng.randint(max(2, capacity.num_device_blocks // 2), capacity.num_device_blocks),

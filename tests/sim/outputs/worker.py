@@ -51,17 +51,7 @@ class Worker:
         self._link = None
 
     def machine(self) -> SimulatedWorker:
-        capacity = self._capacity
-        return SimulatedWorker(
-            capacity.num_device_blocks,
-            capacity.block_size,
-            capacity.vocab_size,
-            capacity.max_num_seqs,
-            capacity.max_num_batched_tokens,
-            capacity.num_host_blocks,
-            poisoned=frozenset((BAD_TOKEN,)),
-            bad_sequences=self.bad_sequences,
-        )
+        return SimulatedWorker.of(self._capacity, poisoned=frozenset((BAD_TOKEN,)), bad_sequences=self.bad_sequences)
 
     def seconds(self) -> float:
         return self._step_seconds * (0.5 + self._rng.random())
