@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagewire.common.wire.messages import Pooling, RowStatus, StepPlan, StepResult
+from scheduler_service.core.cache import Match
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import BlockRemoved, KvEvent, OutputMode, Tier
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
@@ -78,6 +79,17 @@ STATES = (
     "a window's hole is opened or forked",
     "a request is longer than the pool",
     "a row longer than the pool is preempted",
+    "a state is cached",
+    "a state is saved",
+    "a row starts with a saved state",
+    "a sample starts with the state of its prompt",
+    "a beam gets states of its own",
+    "a state is swapped out",
+    "a state is swapped in",
+    "a state is demoted",
+    "a state is loaded from the host",
+    "a late row saves a state",
+    "a request waits for states",
     "aborted while it waits",
     "aborted with a token in flight",
     "aborted while it is swapped out",
@@ -174,6 +186,8 @@ class Reach:
             count["a sample copies the tail of its prompt"] += len(plan.copy_source_blocks) - num_of_beams
         if len(epoch.cache.moves):
             self._see_moves(epoch, plan)
+        if epoch.cache.states.num_states:
+            self._see_states(epoch, plan)
         if self._simulation.scheduler.state.rowless:
             count["a sample waits for room"] += 1
         if epoch.cache.has_windows:
@@ -212,6 +226,27 @@ class Reach:
             group = self._simulation.scheduler.state.next_waiting(self._simulation.time)
             if group is not None and group.state is GroupState.WAITING:
                 count["a request waits for another one's load"] += epoch.find(group.sequences[0]).is_loading
+
+    def _see_states(self, epoch: WorkerState, plan: StepPlan) -> None:
+        count, cache = self._count, epoch.cache
+        count["a state is saved"] += len(plan.save_states)
+        count["a beam gets states of its own"] += len(plan.set_state_slots)
+        for opening in plan.openings:
+            is_aligned = opening.num_computed_tokens % cache.block_size == 0
+            is_fork = opening.num_computed_tokens == opening.num_prompt_tokens - 1 and opening.sample_index > 0
+            count["a row starts with a saved state"] += opening.read_state not in (0, *opening.own_states)
+            count["a sample starts with the state of its prompt"] += is_fork and not is_aligned
+        for move in cache.moves:
+            if move.step != plan.step or move.device_block <= cache.pool.num_blocks:
+                continue
+            if move.content is None:
+                count["a state is swapped out" if move.is_out else "a state is swapped in"] += 1
+            else:
+                count["a state is demoted" if move.is_out else "a state is loaded from the host"] += 1
+        group = self._simulation.scheduler.state.next_waiting(self._simulation.time)
+        if group is not None and group.state is GroupState.WAITING:
+            allocations = [sequence.allocation for sequence in group.sequences[: None if group.beam else 1]]
+            count["a request waits for states"] += not cache.states.has_room(allocations, Match())
 
     def _see_windows(self, epoch: WorkerState, plan: StepPlan) -> None:
         running = self._simulation.scheduler.state.running
@@ -285,6 +320,7 @@ class Reach:
             count["a late row no longer counts"] += row.is_dropped
             count["a late row has been preempted"] += not row.is_dropped and row.slot < 0
             count["a late row has a window"] += epoch.cache.has_windows
+            count["a late row saves a state"] += any(save.allocation is row.allocation for save in dispatch.saves)
             self._late.add(sequence)
 
     def before_loss(self) -> None:

@@ -12,7 +12,7 @@ from scheduler_service.core.scheduler_options import SchedulerOptions
 
 VOCAB_SIZE = 97
 BAD_TOKEN = VOCAB_SIZE - 1  # in a prompt: its logits are always invalid
-MIN_STATES = 3  # with which every request of one sequence fits
+MIN_STATES = 3  # with one more, every request of one sequence fits
 
 FAULTS = (
     "crash",  # the worker's process dies and is restarted

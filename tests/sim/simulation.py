@@ -36,7 +36,8 @@ from tests.sim.process import WorkerProcess
 from tests.sim.reach import Reach
 from tests.sim.reader import Reader
 from tests.sim.root_ledger import RootLedger
-from tests.sim.scenario import Arrival, draw_scenario, smaller
+from tests.sim.scenario import MIN_STATES, Arrival, draw_scenario, smaller
+from tests.sim.state_ledger import check_cached_states, check_free
 from tests.sim.surroundings import Link, Witness
 from tests.sim.watched_scheduler import WatchedScheduler
 
@@ -145,8 +146,16 @@ class Simulation(Timeline):
         self.num_audits += 1
         self.log_hash = hash((self.log_hash, self.time, *values))
         self.scheduler.check()
+        self._check_states()
         if not self.is_calm:
             self._tempt_fate()
+
+    def _check_states(self) -> None:
+        """Compare the cached states with the worker's memory, if the worker is still the one that the core knows."""
+        worker, process = self.scheduler.state.worker, self.process
+        if worker.capacity.num_device_states and self.connection is process.connection and process.machine is not None:
+            num_cached = check_cached_states(worker.cache, process.machine)
+            self.reached["a state is cached"] += num_cached > 0
 
     def _tempt_fate(self) -> None:
         scenario, state = self.scenario, self.scheduler.state
@@ -185,6 +194,7 @@ class Simulation(Timeline):
         stats = explain.stats(scheduler.state)
         assert (stats.num_held_blocks, stats.num_held_host_blocks) == (0, 0), f"S8: {stats}"
         assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.num_waiting_tokens) == (0, 0, 0, 0)
+        check_free(scheduler.state.worker.cache)
 
     def _check_cache_view(self) -> None:
         """Read the KV events as a subscriber does, and compare the result with the actual cache."""
@@ -267,6 +277,8 @@ class Simulation(Timeline):
 
     def check_misfit(self, request: Request) -> None:
         if request.grammar is not None and self.process.capacity.grammar_version != "g":
+            return
+        if 0 < self.process.capacity.num_device_states <= MIN_STATES:
             return
         num_tokens = len(request.prompt_token_ids) + max(1, request.max_tokens)
         assert num_tokens > self.scheduler.max_sequence_tokens or request.n > 1 or request.beam, "it fits"
