@@ -473,11 +473,14 @@ class PrefixIndex:
 
     # Copies
 
-    def find(self, root: Root, token_ids: Sequence[int], block_index: int) -> Node | None:
+    def find(
+        self, root: Root, token_ids: Sequence[int], block_index: int, known: Node | None = None, num_known: int = 0
+    ) -> Node | None:
         """Return the index node for block number `block_index` of `token_ids`, or None if the index has no such node.
-        The content of the node is not necessarily cached."""
-        node = self.roots.get(root)
-        for i in range(block_index + 1):
+        The content of the node is not necessarily cached. `known` is the node of the first `num_known` blocks, if it
+        is not None."""
+        node = known or self.roots.get(root)
+        for i in range(num_known, block_index + 1):
             node = node.children.get(_token_bytes(token_ids, i, self._block_size)) if node else None
         return node
 

@@ -41,7 +41,9 @@ class Save:
     allocation: Allocation
     position: int
     state: int
-    node: Node | None  # the block that ends at the position; None: the block is not in the index yet
+    node: Node | None  # a node of the index: the block that ends at the position, or an earlier one
+    num_blocks: int  # up to the end of this block
+    is_decoded: bool = False
     is_lasting: bool = True
     is_void: bool = False  # the row may not have reached the position
 
@@ -145,7 +147,7 @@ class StatePool:
         if position and start <= position <= end and not states.fork and self._pool.num_free:
             states.fork = self._device.allocate_state()
             self._pool.share(states.fork)
-            yield Save(allocation, position, states.fork, None, is_void=True)
+            yield Save(allocation, position, states.fork, None, 0, is_void=True)
 
     def save_prompt(self, allocation: Allocation, start: int, end: int) -> Iterator[Save]:
         """Save the states of a row that computes the positions from `start` to `end`, whose tokens are known, at the
@@ -156,6 +158,10 @@ class StatePool:
         boundaries = dict.fromkeys(range(start + self.interval - start % self.interval, end + 1, self.interval), False)
         boundaries[(len(allocation.token_ids) - 1) // size * size] = True
         boundaries[allocation.states.junction * size] = True
+        if start % size == 0 and start >= len(allocation.request.prompt_token_ids):
+            boundaries[start] = True  # the row decodes, but is planned by itself
+            if start > num_published * size:
+                yield from self.save_decoded(allocation, start)
         node = allocation.last_node
         for position in sorted(boundaries, reverse=True):
             if not max(1, start) <= position <= min(end, num_published * size):
@@ -166,26 +172,30 @@ class StatePool:
             is_lasting = boundaries[position]
             is_free = self._pool.num_free if is_lasting else self._pool.next_without_loss()
             if is_free and not node.content(self._group).blocks:
-                yield Save(allocation, position, self._device.allocate_state(), node, is_lasting)
+                state = self._device.allocate_state()
+                yield Save(allocation, position, state, node, num_published, is_lasting=is_lasting)
 
-    def save_decoded(self, allocation: Allocation) -> Iterator[Save]:
-        """Save the state of a decoding row at the end of its last full block, with which its next step starts."""
+    def save_decoded(self, allocation: Allocation, position: int) -> Iterator[Save]:
+        """Save the state of a decoding row at the end of its last full block, with which its next step starts. The last
+        tokens of this block may be in flight."""
         if self._enable_prefix_caching and allocation.publishes and self._pool.num_free:
-            yield Save(allocation, allocation.num_computed_tokens, self._device.allocate_state(), None)
+            state = self._device.allocate_state()
+            yield Save(allocation, position, state, allocation.last_node, allocation.num_published_blocks, True)
 
     def confirm(self, save: Save) -> None:
         """Process a save after the result of its plan has arrived: add the state to the prefix index, if the block that
         ends there is cached, and release it."""
-        allocation, state, node = save.allocation, save.state, save.node
-        if node is None and allocation.num_published_blocks * self._block_size == save.position:
-            node = allocation.last_node
-        content = None if save.is_void or node is None or not node.is_cached else node.content(self._group)
+        allocation, state, index, node = save.allocation, save.state, self._tiers.index, None
+        if not save.is_void:
+            last_block = save.position // self._block_size - 1
+            node = index.find(allocation.root, allocation.token_ids, last_block, save.node, save.num_blocks)
+        content = None if node is None or not node.is_cached else node.content(self._group)
         if content is not None and not content.blocks:
-            self._tiers.index.add_copy(content, state)
+            index.add_copy(content, state)
         else:
             content = None
         self._device.free(state, spare=not save.is_lasting, free_list=allocation.free_list)
-        if save.node is None and content is not None:
+        if save.is_decoded and content is not None:
             previous, allocation.states.last = allocation.states.last, content
             if previous is not None and previous.blocks and self._pool.ref_count(previous.blocks[0]) == 0:
                 self._pool.spare(previous.blocks[0])

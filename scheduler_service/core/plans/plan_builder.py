@@ -355,7 +355,8 @@ class PlanBuilder:
         self.worker_rows.decoding.got_block(row, self.step)
         self.began_block.append(row)
         if self.cache.states.num_states:
-            self.saves += [(row.slot, save) for save in self.cache.states.save_decoded(row.allocation)]
+            saves = self.cache.states.save_decoded(row.allocation, row.allocation.num_computed_tokens)
+            self.saves += [(row.slot, save) for save in saves]
 
     def _plan_row(self, row: Row, num_tokens: int) -> None:
         """Add the computation of the next `num_tokens` positions of a running sequence to the plan. The sequence must
