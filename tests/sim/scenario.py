@@ -270,10 +270,10 @@ def _with_states(rng: Random, capacity: WorkerCapacity) -> WorkerCapacity:
     """Return the capacity of a model with states in a share of the seeds, else the same."""
     if capacity.is_bidirectional or rng.random() < 0.7:
         return capacity
-    num_host_states = rng.choice((0, rng.randint(1, 3), 8))
+    num_host_states = rng.choice((0, rng.randint(1, 3), 8, 8))
     return replace(
         capacity,
-        num_device_states=rng.choice((rng.randint(MIN_STATES, 6), rng.randint(4, 12), 20)),
+        num_device_states=rng.choice((rng.randint(MIN_STATES, 6), rng.randint(5, 10), 12, 20)),
         num_host_states=num_host_states if capacity.num_host_blocks else 0,
         state_bytes=rng.choice((100, 1000, 5000)),
         num_state_layers=1,
