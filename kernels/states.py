@@ -68,14 +68,14 @@ def convolve(
     output = torch.empty(len(x), width)
     for row, read in enumerate(rows.reads.tolist()):
         first, past = rows.query_start_loc[row : row + 2].tolist()
-        last = rows.states[read, offset:end].view(width, kernel_size - 1)
-        seen = torch.cat([last, inputs[first:past].t()], dim=1)  # [width, kernel_size - 1 + number of tokens]
+        last = rows.states[read, offset:end].view(kernel_size - 1, width)
+        seen = torch.cat([last, inputs[first:past]])  # [kernel_size - 1 + number of tokens, width]
         for count, state in rows.saves(row):
-            rows.states[state, offset:end] = seen[:, count : count + kernel_size - 1].flatten()
+            rows.states[state, offset:end] = seen[count : count + kernel_size - 1].flatten()
         for token in range(past - first):
             y = seen.new_zeros(width) if bias is None else bias.clone()
             for j in range(kernel_size):
-                y += weight[:, j] * seen[:, token + j]
+                y += weight[:, j] * seen[token + j]
             output[first + token] = y
     return (F.silu(output) if gate is None else gate * output).to(x.dtype)
 

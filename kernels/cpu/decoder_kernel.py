@@ -6,7 +6,7 @@ Each operation names the buffers that it reads and writes. A buffer is [T, width
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear
 from pagewire.kernels.cpu.paged import PagedRows, cache_step, put_rows
 from pagewire.kernels.states import StateRows
 from pagewire.network.expert_routing import ExpertRouting
-from pagewire.network.operations import AttendPaged, AttentionHeads, QkNormRopeStore
+from pagewire.network.operations import AttendPaged, AttentionHeads, Convolve, QkNormRopeStore
 
 # The parts that a step's time is divided into. The time of all-reduces is not included.
 PARTS = ("norms", "products", "rotary", "attention", "head")
@@ -52,7 +52,7 @@ class DecoderKernel:
         operation has written.
         """
         self._decode = kernels.library.decode
-        self._model = tuple(operations)
+        self._model = tuple(map(_by_inputs, operations))
         self._head: PackedLinear = self._model[-1].head
         self._numbers = {"nothing": 0}  # buffer numbers by name
         self._held: list[Any] = []  # keeps alive the memory that the structures point to
@@ -91,9 +91,8 @@ class DecoderKernel:
         self._cache: tuple[Sequence[LayerCache], Sequence[Scoring]] = [], []  # the cache and scorings of the last step
         self._layers: dict[int, Structure] = {}  # describe the layers of the cache above
         self._last_group = 0  # the highest layer group of a layer
-        self._step = Structure("attention_step")  # describes the rows of a step
-        self._tokens = Structure("decoder_step")
-        self._states = Structure("state_rows")
+        # These structures describe the rows, the tokens and the states of a step.
+        self._step, self._tokens, self._states = map(Structure, ("attention_step", "decoder_step", "state_rows"))
 
     def _put_fields(self, at: Any, values: Any) -> None:
         """Fill in the members of a C structure from the fields of the Python object `values`, which describes one
@@ -266,6 +265,14 @@ class DecoderKernel:
             )
         query_stride = heads.num_heads * heads.head_dim
         return cache_step(scoring, heads.num_heads, query_stride, key_cache, value_cache)
+
+
+def _by_inputs(operation: Any) -> Any:
+    """Return a convolution with its weight transposed to [kernel_size, width], so that the weights of consecutive
+    channels are consecutive. Return other operations unchanged."""
+    if type(operation) is not Convolve:
+        return operation
+    return replace(operation, weight=operation.weight.view(-1, operation.kernel_size).t().contiguous())
 
 
 def _put_tensor(place: Any, name: str, tensor: Tensor) -> None:

@@ -476,8 +476,8 @@ class Convolve:
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """The shape of the state: the last inputs of each channel, the earliest first."""
-        return self.weight.num_elements // self.kernel_size, self.kernel_size - 1
+        """The shape of the state: the last inputs of all channels, the earliest first."""
+        return self.kernel_size - 1, self.weight.num_elements // self.kernel_size
 
 
 @dataclass(frozen=True, slots=True)

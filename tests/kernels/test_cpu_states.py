@@ -267,8 +267,8 @@ def test_states_are_as_exact_as_those_of_transformers(cpu_kernels):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"kernel_size": 17}, "a kernel of 17 inputs; 2 to 16 are supported"),
-        ({"weight": torch.ones(63)}, r"weight is torch.float32 \(63,\); it must be torch.float32 \(64,\)"),
+        ({"kernel_size": 17, "weight": torch.ones(17 * 16)}, "a kernel of 17 inputs; 2 to 16 are supported"),
+        ({"weight": torch.ones(60)}, r"weight is torch.float32 \(4, 15\); it must be torch.float32 \(4, 16\)"),
         ({"bias": torch.ones(3)}, r"bias is torch.float32 \(3,\)"),
         ({"is_gated": True}, "buffer x is 16 wide: not 3 parts of one width"),
     ],

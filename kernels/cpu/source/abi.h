@@ -147,7 +147,7 @@ typedef struct {
   // scoring of this step.
   int64_t layer_group;
   const attention_step* attention;
-  // CONVOLVE: weight [width * kernel_size] and an optional bias [width]; if gated, the input has three parts.
+  // CONVOLVE: weight [kernel_size, width] and an optional bias [width]; if gated, the input has three parts.
   // DELTA_RULE: bias and decay [num_heads]. NORMALIZE_GATED: weight [head_dim]. See operations.py.
   int64_t kernel_size, num_key_heads, key_dim, value_dim;
   tensor decay;

@@ -440,7 +440,9 @@ static void attend_tokens(walk* w, int64_t op, const float* input, float* output
 }
 
 static void convolve(walk* w, int64_t op, const float* input, float* output) {
-  const convolution c = {&w->d->model->operations[op], w->d->tokens->states, input, output};
+  const decoding* d = w->d;
+  const operation* o = &d->model->operations[op];
+  const convolution c = {o, d->tokens->states, channels_per_task(o, d->step->num_threads), input, output};
   run_tasks(w, op, 0, convolve_task, &c);
 }
 
@@ -710,7 +712,7 @@ static int count_tasks(const decoding* d, int64_t op, int64_t* counts) {
   } else if (o->kind == OPERATION_QK_NORM_ROPE_STORE) {
     counts[0] = ceil_div(d->step->num_tokens * (o->num_heads + o->num_kv_heads), HEADS_PER_TASK);
   } else if (o->kind == OPERATION_CONVOLVE) {
-    counts[0] = ceil_div(o->width, CHANNELS);
+    counts[0] = ceil_div(o->width, channels_per_task(o, d->step->num_threads));
     return 0;  // a second run would read what the first run has written
   } else if (o->kind == OPERATION_DELTA_RULE) {
     const state_rows* rows = d->tokens->states;

@@ -167,7 +167,7 @@ static int64_t plan_convolution(decoder* m, operation* o) {
     refuse(m, "a convolution has a kernel of %lld inputs; 2 to %d are supported", LONG(o->kernel_size), MAX_KERNEL_SIZE);
   if (in_width % num_parts)
     refuse(m, "buffer %s is %lld wide: not %lld parts of one width", m->names[o->input], LONG(in_width), LONG(num_parts));
-  check_row(m, "weight", &o->weight, width * o->kernel_size);
+  check_table(m, "weight", &o->weight, o->kernel_size, width);
   check_row(m, "bias", &o->bias, width);
   reserve_state(m, o, width * (o->kernel_size - 1));
   return width;

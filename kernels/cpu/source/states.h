@@ -8,7 +8,8 @@
 // tasks are not repeatable (tasks.h): every task is started by one thread, and the others wait for it.
 
 enum {
-  CHANNELS = 64,          // channels of a task of CONVOLVE
+  CHANNEL_UNIT = 64,
+  CHANNELS = 512,  // the largest number of channels of a task of CONVOLVE
   // Value columns that are computed together. The columns of one head, a tile, stay in the L1 cache.
   COLUMNS = LANES == 4 ? 16 : 2 * LANES,
   VECTORS = COLUMNS / LANES,
@@ -21,63 +22,69 @@ INLINE float* state_of(const operation* o, const state_rows* rows, int32_t state
 typedef struct {
   const operation* o;
   const state_rows* rows;
-  const float* input;  // [num_tokens, in_width]
-  float* output;       // [num_tokens, width]
+  int64_t num_channels;  // of a task
+  const float* input;    // [num_tokens, in_width]
+  float* output;         // [num_tokens, width]
 } convolution;
 
-// target: [size, CHANNELS] = the transpose of values [num, size].
-INLINE void transpose(const float* values, int64_t num, int64_t size, float (*target)[CHANNELS]) {
-  for (int64_t i = 0; i < num; i++)
-    for (int64_t j = 0; j < size; j++) target[j][i] = values[i * size + j];
+// Returns the number of channels of a task. Longer runs of channels are read faster.
+INLINE int64_t channels_per_task(const operation* o, int64_t num_threads) {
+  const int64_t num = ceil_div(o->width, TASKS_PER_THREAD * num_threads * CHANNEL_UNIT) * CHANNEL_UNIT;
+  return num < CHANNELS ? num : CHANNELS;
 }
 
-// Computes channels from `first` on for one token. `seen`: [kernel_size - 1, CHANNELS], the last inputs, which are
-// updated.
-INLINE void convolve_token(const convolution* c, int64_t token, int64_t first, int64_t num, float (*weights)[CHANNELS],
-                           const float* bias, float (*seen)[CHANNELS]) {
+// Computes channels from `first` on for one token. seen: [num_seen, CHANNELS], the last inputs, which are updated.
+INLINE void convolve_token(const convolution* c, int64_t token, int64_t first, int64_t num, const int64_t num_seen,
+                           float (*seen)[CHANNELS]) {
   const operation* o = c->o;
-  const int64_t width = o->width, num_seen = o->kernel_size - 1;
+  const int64_t width = o->width;
   const float* x = c->input + token * o->in_width + first;
+  const float *weights = (const float*)o->weight.values + first, *bias = o->bias.values;
   float* output = c->output + token * width + first;
   for (int64_t i = 0; i < num; i += LANES) {
     const int64_t left = num - i;
-    floats last = load_some(x + i, left), y = load_float(bias + i);
+    floats last = load_some(x + i, left), y = bias ? load_some(bias + first + i, left) : splat(0.0f);
     if (o->is_gated) last *= load_some(x + 2 * width + i, left);
     for (int64_t j = 0; j < num_seen; j++) {
       const floats earlier = load_float(seen[j] + i);
-      y = multiply_add(load_float(weights[j] + i), earlier, y);
+      y = multiply_add(load_some(weights + j * width + i, left), earlier, y);
       if (j) store_float(seen[j - 1] + i, earlier);
     }
-    y = multiply_add(load_float(weights[num_seen] + i), last, y);
+    y = multiply_add(load_some(weights + num_seen * width + i, left), last, y);
     store_float(seen[num_seen - 1] + i, last);
     store_some(output + i, o->is_gated ? load_some(x + width + i, left) * y : y / (splat(1.0f) + exponential(-y)), left);
+  }
+}
+
+// Computes channels from `first` on for a row. The state is [num_seen, width].
+INLINE void convolve_row(const convolution* c, int64_t row, int64_t first, int64_t num, const int64_t num_seen) {
+  const operation* o = c->o;
+  const state_rows* rows = c->rows;
+  const int32_t start = rows->query_start_loc[row], end = rows->query_start_loc[row + 1];
+  int32_t save = rows->save_start_loc[row];
+  float seen[MAX_KERNEL_SIZE][CHANNELS];
+  const float* read = state_of(o, rows, rows->reads[row]) + first;
+  for (int64_t j = 0; j < num_seen; j++) memcpy(seen[j], read + j * o->width, sizeof(float) * (size_t)num);
+  for (int32_t token = start; token <= end; token++) {
+    for (; save < rows->save_start_loc[row + 1] && rows->save_counts[save] == token - start; save++) {
+      float* state = state_of(o, rows, rows->save_states[save]) + first;
+      for (int64_t j = 0; j < num_seen; j++) memcpy(state + j * o->width, seen[j], sizeof(float) * (size_t)num);
+    }
+    if (token < end) convolve_token(c, token, first, num, num_seen, seen);
   }
 }
 
 // A `task_function`: computes some channels of all rows.
 static void convolve_task(const void* context, int64_t task, int64_t next) {
   const convolution* c = context;
-  const operation* o = c->o;
-  const state_rows* rows = c->rows;
-  const int64_t first = task * CHANNELS, num_seen = o->kernel_size - 1;
-  const int64_t num = o->width - first < CHANNELS ? o->width - first : CHANNELS;
-  float weights[MAX_KERNEL_SIZE][CHANNELS] = {{0}}, seen[MAX_KERNEL_SIZE][CHANNELS] = {{0}}, bias[CHANNELS] = {0};
+  const int64_t first = task * c->num_channels, left = c->o->width - first;
+  const int64_t num = left < c->num_channels ? left : c->num_channels;
   (void)next;
-  transpose((const float*)o->weight.values + first * o->kernel_size, num, o->kernel_size, weights);
-  if (o->bias.values) memcpy(bias, (const float*)o->bias.values + first, sizeof(float) * (size_t)num);
-  for (int64_t row = 0; row < rows->num_rows; row++) {
-    const int32_t start = rows->query_start_loc[row], end = rows->query_start_loc[row + 1];
-    int32_t save = rows->save_start_loc[row];
-    transpose(state_of(o, rows, rows->reads[row]) + first * num_seen, num, num_seen, seen);
-    for (int32_t token = start; token <= end; token++) {
-      for (; save < rows->save_start_loc[row + 1] && rows->save_counts[save] == token - start; save++) {
-        float* state = state_of(o, rows, rows->save_states[save]) + first * num_seen;
-        for (int64_t i = 0; i < num; i++)
-          for (int64_t j = 0; j < num_seen; j++) state[i * num_seen + j] = seen[j][i];
-      }
-      if (token < end) convolve_token(c, token, first, num, weights, bias, seen);
+  for (int64_t row = 0; row < c->rows->num_rows; row++) switch (c->o->kernel_size) {  // unrolled for common sizes
+      case 3: convolve_row(c, row, first, num, 2); break;
+      case 4: convolve_row(c, row, first, num, 3); break;
+      default: convolve_row(c, row, first, num, c->o->kernel_size - 1);
     }
-  }
 }
 
 // The operands of DELTA_RULE, in the form that tasks read.
