@@ -16,6 +16,7 @@ from pagewire.kernels.cpu import CpuKernels
 from pagewire.network.source import load_config
 from testing.checkpoints.gguf_files import dequantized
 from testing.models import load_model
+from testing.worker.state_rows import new_states, state_rows
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.cache import CacheEngine
 from worker_service.host import create_host_operations, host_model
@@ -40,6 +41,7 @@ class OurModel:
         shape = cache_shape(network, (), BLOCK_SIZE, cache_dtype, is_head_major=self._backend.is_head_major)
         self._cache = CacheEngine(shape, num_blocks, CPU)
         self._table = torch.arange(1, num_blocks + 1)[None, None]
+        self._states = new_states(network.state_size, 1)
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Return logits as float32 [num_tokens, vocab_size] of all sequences. Each sequence is computed in one step."""
@@ -64,7 +66,8 @@ class OurModel:
         batch = AttentionBatch([0, len(token_ids)], [first + len(token_ids)], self._table, slots[None])
         attend = self._backend.prepare(batch, self._cache.layers)
         rows = torch.arange(len(token_ids))
-        return self._host.forward_logits(torch.tensor(token_ids), positions, attend, rows).logits.float()
+        states = state_rows(self._states, [(len(token_ids), min(first, 1), [(len(token_ids), 1)])])
+        return self._host.forward_logits(torch.tensor(token_ids), positions, attend, rows, states).logits.float()
 
 
 class ReferenceModel:

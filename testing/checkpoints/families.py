@@ -69,9 +69,10 @@ DECODER = {
 # For families whose heads always have the size hidden_size / num_attention_heads.
 PLAIN_HEADS = {key: value for key, value in DECODER.items() if key != "head_dim"}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+# With a larger epsilon, norms of heads do not amplify the rounding errors of heads with small values.
 DELTA_NET = {
-    **{"linear_num_value_heads": 6, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
-    "partial_rotary_factor": 0.5,
+    **{"linear_num_value_heads": 6, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8},
+    "rms_norm_eps": 1e-3,
 }
 # Keyed by transformers' model types. There is no end token, so that greedy continuations have the requested length.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -190,12 +191,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"block_multiple_of": 48},
     },
     "qwen3_5_text": {
-        **{
-            **DECODER,
-            "num_hidden_layers": 5,
-            "layer_types": [*["linear_attention"] * 3, "full_attention", "linear_attention"],
-        },
-        **DELTA_NET,
+        **{**DECODER, **DELTA_NET, "num_hidden_layers": 3, "partial_rotary_factor": 0.5},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
     "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mpt": {

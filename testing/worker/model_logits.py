@@ -7,9 +7,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from pagewire.kernels.states import StateRows
 from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
+from testing.worker.state_rows import new_states, state_rows
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host.cpu_decoder import host_model
 from worker_service.host.cpu_operations import create_host_operations
@@ -39,13 +39,6 @@ def create_attention(network, name="auto", block_size=8, dtype=torch.float32):
     return create_backend(name, CPU, attention_shape(network, block_size, dtype, dtype), load_cpu_kernels())
 
 
-def one_row(states, num_tokens, read, saves):
-    """Return the states of a step with one row. `saves` has pairs of a number of new tokens and a state."""
-    counts, targets = zip(*saves, strict=True)
-    columns = [0, num_tokens], [read], [0, len(saves)], counts, targets
-    return StateRows(states, *(torch.tensor(column, dtype=torch.int32) for column in columns))
-
-
 @torch.inference_mode()
 def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.float32):
     """Return the logits at every position of one sequence, computed chunk by chunk: [sum(chunks), vocab_size]."""
@@ -56,12 +49,11 @@ def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.fl
     shape = (num_blocks + 1, len(network.layers), 2, block_size, heads.num_kv_heads, heads.head_dim)
     storage = torch.full(shape, float("nan"), dtype=dtype)
     kv_cache = [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(len(network.layers))]
-    states = torch.full((2, network.state_size), float("nan"))
-    states[0] = 0
+    states = new_states(network.state_size, 1)
     block_table = torch.arange(num_blocks, 0, -1)[None]
     logits, end = [], 0
     for num_tokens in chunks:
-        rows = one_row(states, num_tokens, min(end, 1), [(num_tokens, 1)])
+        rows = state_rows(states, [(num_tokens, min(end, 1), [(num_tokens, 1)])])
         positions = torch.arange(end, end + num_tokens)
         end += num_tokens
         slots = block_table[0, positions // block_size] * block_size + positions % block_size

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cache_rows import row_size
+from testing.worker.state_rows import new_states, state_rows
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host import host_model
 from worker_service.host.cpu_decoder import CpuDecoder
@@ -15,6 +16,7 @@ from worker_service.startup.loader import attention_shape
 
 CPU = torch.device("cpu")
 VOCAB = 151
+MAX_ROWS = 64
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Row:
     tokens: Tensor
     table: list[int]
     logits: list[Tensor]
+    state: int
     num_computed: int = 0
 
 
@@ -40,10 +43,13 @@ class Engine:
         # In a float cache these bytes are NaN. In an int8 cache, the scale among them is NaN.
         storage = torch.full((*places[:-1], row * cache_dtype.itemsize), 0xFF, dtype=torch.uint8).view(cache_dtype)
         self._cache = [tuple(storage[:, i, j].transpose(1, 2) for j in (0, 1)) for i in range(len(network.layers))]
+        self._states, self._num_states = new_states(network.state_size, MAX_ROWS), 0
         self._free = rng.sample(range(1, num_blocks), num_blocks - 1)
 
     def row(self, tokens: Tensor) -> Row:
-        return Row(tokens, [self._free.pop() for _ in range(-(-len(tokens) // self._block_size))], [])
+        self._num_states += 1
+        table = [self._free.pop() for _ in range(-(-len(tokens) // self._block_size))]
+        return Row(tokens, table, [], self._num_states)
 
     @torch.inference_mode()
     def step(self, work: list[tuple[Row, int]]) -> None:
@@ -61,7 +67,9 @@ class Engine:
         batch = AttentionBatch(starts, [int(at[-1]) + 1 for at in positions], tables[None], torch.cat(slots)[None])
         tokens = torch.cat([row.tokens[at] for (row, _), at in zip(work, positions, strict=True)])
         attend = self._backend.prepare(batch, self._cache)
-        outputs = self._host.forward_logits(tokens, torch.cat(positions), attend, torch.arange(starts[-1]))
+        states = [(num, min(row.num_computed, 1) * row.state, [(num, row.state)]) for row, num in work]
+        args = tokens, torch.cat(positions), attend, torch.arange(starts[-1]), state_rows(self._states, states)
+        outputs = self._host.forward_logits(*args)
         for (row, num), logits in zip(work, outputs.logits.split([num for _, num in work]), strict=True):
             row.num_computed += num
             row.logits.append(logits)

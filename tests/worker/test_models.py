@@ -70,6 +70,7 @@ LLAMA3 = rope(
 # As in Llama 4 Scout, no frequencies are blended.
 STEP = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=48)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=256)
+YARN_SHARE = rope("yarn", factor=4.0, original_max_position_embeddings=256, partial_rotary_factor=0.5)
 YARN_BETAS = rope(
     "yarn", factor=8.0, original_max_position_embeddings=128, beta_fast=6.0, beta_slow=0.5, truncate=False,
     attention_factor=1.3,
@@ -187,6 +188,16 @@ VARIANTS = [
     ("hunyuan_v1_dense", {**YARN_BETAS, **SPREAD, **BIASES, **TIED}),
     ("llama4_text", {"moe_layers": [], "use_qk_norm": False, "attn_temperature_tuning": False, **BIASES, **TIED}),
     ("llama4_text", {"moe_layers": None, "interleave_moe_layer_step": 2, "no_rope_layers": [0, 1, 1, 0], **STEP}),
+    ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": False, "block_ffn_dim_multiplier": 1.3}),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False, **EQUAL, **LINEAR}),
+    ("lfm2", {"conv_L_cache": 2, "head_dim": 24, "num_key_value_heads": 1, "block_ffn_dim_multiplier": 0.4, **YARN}),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": [3], "num_hidden_layers": 5, "norm_eps": 0.01}),
+    ("qwen3_5_text", {"layer_types": None, "num_hidden_layers": 4}),
+    ("qwen3_5_text", {"layer_types": None, "full_attention_interval": 2, **TIED, **SPREAD}),
+    ("qwen3_5_text", {"attention_bias": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2}),
+    ("qwen3_5_text", {"linear_key_head_dim": 20, "linear_value_head_dim": 12, "linear_num_key_heads": 3, **WIDE}),
+    ("qwen3_5_text", {"layer_types": [FULL, FULL, "linear_attention"], "num_key_value_heads": 1, **YARN_SHARE}),
+    ("qwen3_5_text", {"linear_conv_kernel_dim": 7, "partial_rotary_factor": 1.0, **EQUAL}),
     ("bloom", {"n_head": 7, "hidden_size": 56, "tie_word_embeddings": False}),
     ("mpt", {"n_heads": 5, "d_model": 80, "attn_config": {}, "tie_word_embeddings": False}),
     ("mpt", {"n_heads": 1, "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.4}}),
@@ -297,6 +308,7 @@ QWENS = [
     ("qwen2_5_vl", {**PLAIN_HEADS, **MROPE, **WINDOWED, "max_window_layers": 1}, VISION),
     ("qwen3_vl", {**DECODER, **MROPE}, VISION3),
     ("qwen3_vl_moe", {**DECODER, **MROPE, **EXPERTS, "moe_intermediate_size": 24, "mlp_only_layers": [1]}, VISION3),
+    ("qwen3_5", {**DEFAULTS["qwen3_5_text"], **MROPE}, {**VISION, "num_position_embeddings": 16}),
 ]
 
 

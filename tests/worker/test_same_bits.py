@@ -54,6 +54,8 @@ UNLIKE_OTHERS = (
     "apertus",
     "phi3small",
     "afmoe",
+    "lfm2",
+    "qwen3_5_text",
 )
 CASES = [
     *((seed, *case) for seed, case in enumerate(FIRST_CASES)),

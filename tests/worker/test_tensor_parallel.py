@@ -34,6 +34,8 @@ CUT_DIFFERENTLY = (
     "falcon",
     "afmoe",
     "phi3small",
+    "lfm2",
+    "qwen3_5_text",
 )
 VARIANTS = [
     *[(family, {}, 2) for family in CUT_DIFFERENTLY],

@@ -16,7 +16,7 @@ from pagewire.network.families.reading import (
     JsonObject,
     flag,
     num_layers_of,
-    number_or_none,
+    number,
     positive,
     unserved,
 )
@@ -51,10 +51,9 @@ def _mlp_size(config: JsonObject, size: int) -> int:
     block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of."""
     if not flag(config, "block_auto_adjust_ff_dim", True):
         return size
-    adjusted, factor = int(2 * size / 3), number_or_none(config, "block_ffn_dim_multiplier", 1.0)
-    if factor:
-        multiple = positive(config, "block_multiple_of", 256)
-        adjusted = -(-int(factor * adjusted) // multiple) * multiple
+    multiple = positive(config, "block_multiple_of", 256)
+    adjusted = int(number(config, "block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    adjusted = -(-adjusted // multiple) * multiple
     if not 1 <= adjusted <= MAX_SIZE:
         raise unserved("intermediate_size", size, f"a number for which the MLP has 1 to {MAX_SIZE} columns")
     return adjusted
@@ -65,7 +64,7 @@ def _model(text: TextConfig, mlp: Callable[[int, str], Iterator[Operation]]) -> 
     number and name."""
     config, norm = text.config, text.norm()
     kinds = _layer_types(config)
-    has_bias, kernel_size = flag(config, "conv_bias", False), positive(config, "conv_L_cache", 3)
+    has_bias, kernel_size = flag(config, "conv_bias", False), positive(config, "conv_L_cache", 3, least=2)
 
     def layers(at: int, name: str) -> Iterator[Operation]:
         if kinds[at] == _CONVOLUTION:

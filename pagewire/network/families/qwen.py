@@ -158,7 +158,7 @@ def _read_delta_net(text: TextConfig) -> DeltaNet:
     if num_heads % num_key_heads:
         raise unserved("linear_num_value_heads", num_heads, f"a multiple of {num_key_heads} key heads")
     key_dim, value_dim = (positive(config, f"linear_{kind}_head_dim", 128) for kind in ("key", "value"))
-    kernel_size = positive(config, "linear_conv_kernel_dim", 4)
+    kernel_size = positive(config, "linear_conv_kernel_dim", 4, least=2)
     return DeltaNet(text.hidden_size, num_heads, num_key_heads, key_dim, value_dim, kernel_size, text.norm_eps)
 
 

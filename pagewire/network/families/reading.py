@@ -44,15 +44,15 @@ def check_names(config: JsonObject) -> None:
                 raise unserved(name, config[name], f"{shown(config[first])}, as {first} is")
 
 
-def positive(config: JsonObject, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
-    """Return a setting of config.json that must be a whole number from 1 to `limit`. Raises CheckpointError for another
-    value, or if the setting is missing or null and has no default."""
+def positive(config: JsonObject, key: str, default: int | None = None, limit: int = MAX_SIZE, *, least: int = 1) -> int:
+    """Return a setting of config.json that must be a whole number from `least` to `limit`. Raises CheckpointError for
+    another value, or if the setting is missing or null and has no default."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise CheckpointError(f"{CONFIG_FILE} has no {key}, a whole number from 1 to {limit}")
-    if not is_whole(value) or not 1 <= value <= limit:
-        raise unserved(key, value, f"a whole number from 1 to {limit}")
+        raise CheckpointError(f"{CONFIG_FILE} has no {key}, a whole number from {least} to {limit}")
+    if not is_whole(value) or not least <= value <= limit:
+        raise unserved(key, value, f"a whole number from {least} to {limit}")
     return value
 
 
