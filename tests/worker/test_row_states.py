@@ -36,7 +36,7 @@ def compute(rows: StateRows, tokens: Sequence[Sequence[int]]) -> None:
     read = rows.states[rows.reads.long()].clone()
     for row, (state, new) in enumerate(zip(read, tokens, strict=True)):
         counts = [count for count, _ in rows.saves(row)]
-        assert counts == sorted(set(counts))
+        assert counts == sorted(counts)
         assert counts[-1] == len(new)
         for count, target in rows.saves(row):
             num = int((state != 0).sum())

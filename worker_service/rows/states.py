@@ -29,14 +29,12 @@ class PartStates:
         rows: the states for the model.
         slots: [R], the slots of the rows.
         lasts: [R] int32, the states after all tokens of the part.
-        copies: (source, target) of states that have the same content as a state that the model writes.
         overwrites: whether a row overwrites the state that it reads, so that it cannot be computed again.
     """
 
     rows: StateRows
     slots: IntArray
     lasts: NDArray[np.int32]
-    copies: list[tuple[int, int]]
     overwrites: bool
 
 
@@ -140,16 +138,14 @@ class RowStates:
             which = np.flatnonzero(writes_mid)
             every = np.stack([np.arange(len(slots)), counts, lasts])
             more = np.stack([which, counts[which] - 1, mids[which]])
-            starts, (save_counts, save_states), copies = _merge(len(slots), every, more, self._saves_of(rows))
+            starts, (save_counts, save_states) = _merge(len(slots), every, more, self._saves_of(rows))
         else:
-            starts, save_counts, save_states, copies = self._starts[: len(slots) + 1], counts, lasts, []
+            starts, save_counts, save_states = self._starts[: len(slots) + 1], counts, lasts
         columns = (_as_int32(each) for each in (reads, starts, save_counts, save_states))
-        return PartStates(StateRows(states, query_start_loc, *columns), slots, lasts, copies, overwrites)
+        return PartStates(StateRows(states, query_start_loc, *columns), slots, lasts, overwrites)
 
     def advance(self, part: PartStates) -> None:
         """Record that the model has computed a part. From now on its rows read the states that it wrote."""
-        for source, target in part.copies:
-            part.rows.states[target] = part.rows.states[source]
         self._reads[part.slots] = part.lasts
 
     def step_back(self, slots: IntArray) -> None:
@@ -172,20 +168,14 @@ class RowStates:
             raise WorkerProtocolError(f"slot {slot} gets state {state}; {ids}")
 
 
-def _merge(num_rows: int, *parts: IntArray) -> tuple[IntArray, IntArray, list[tuple[int, int]]]:
+def _merge(num_rows: int, *parts: IntArray) -> tuple[IntArray, IntArray]:
     """Join writes of states, each [3, any] with indexes of rows, numbers of new tokens, and states.
 
-    Return `save_start_loc` of `StateRows`, then `save_counts` and `save_states` [2, S], where each row has a number of
-    tokens once. The other writes are returned as pairs of states (source, target).
+    Return `save_start_loc` of `StateRows`, then `save_counts` and `save_states`, [2, S].
     """
     writes = np.concatenate(parts, axis=1)
     writes = writes[:, np.lexsort((writes[1], writes[0]))]
-    is_first = np.ones(writes.shape[1], np.bool_)
-    is_first[1:] = (writes[:2, 1:] != writes[:2, :-1]).any(0)
-    kept, others = writes[:, is_first], writes[2, ~is_first]
-    sources = kept[2, np.cumsum(is_first)[~is_first] - 1]
-    copies = list(zip(sources.tolist(), others.tolist(), strict=True))
-    return np.searchsorted(kept[0], np.arange(num_rows + 1)), kept[1:], copies
+    return np.searchsorted(writes[0], np.arange(num_rows + 1)), writes[1:]
 
 
 def _as_int32(values: NDArray[np.integer]) -> Tensor:
