@@ -44,4 +44,5 @@ class RootLedger:
             device[state] = self._rows[slot]
         for root, blocks in openings:  # checked last: the blocks may be computed by a row of this very plan
             for block in blocks:
-                assert device[block] == root, f"S7: a block of {device[block]} is read by {root}: {plan}"
+                owner = device.get(block)
+                assert owner == root, f"S7: block {block} of {owner} is read by {root}: {plan}"

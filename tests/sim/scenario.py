@@ -100,7 +100,10 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     capacity = _with_layer_groups(Random(f"layer groups {seed}"), capacity)
     states = Random(f"states {seed}")
     capacity = _with_states(states, capacity)
+    least_depth = 1
     if capacity.num_device_states:
+        # A row that is late twice does not reach a position that a third plan wants to save.
+        least_depth = 3 if states.random() < 0.2 else 1
         arrivals = tuple(_within_states(states, arrival, capacity, has_grammars) for arrival in arrivals)
     if any(capacity.windows) and lengths.random() < 0.6:
         arrivals = tuple(_lengthened(lengths, arrival, capacity.max_model_len) for arrival in arrivals)
@@ -115,7 +118,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=rng.choice((max_num_seqs, max_num_seqs, max_num_seqs + 1, 1, 3, 8, 16, 64, 64)),
             max_model_len=capacity.max_model_len,
-            pipeline_depth=rng.choice((1, 2, 2)),
+            pipeline_depth=max(rng.choice((1, 2, 2)), least_depth),
             enable_prefix_caching=rng.random() < 0.85,
             watermark=rng.choice((0.0, 0.0, 0.01, 0.2, 0.5)),
             policy=rng.choice(POLICIES),

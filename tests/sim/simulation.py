@@ -645,7 +645,10 @@ class Simulation(Timeline):
         epoch = self.scheduler.state.worker
         if epoch.has_worker:
             # Requests own the blocks that their swaps move. Copies of cached content own none.
-            swaps, cache = [move for move in epoch.cache.moves if move.content is None], epoch.cache
+            cache = epoch.cache
+            swaps = [
+                move for move in cache.moves if move.content is None and move.device_block <= cache.pool.num_blocks
+            ]
             for uses, pool, swapped, num_held in (
                 (block_map.device, cache.pool, {move.device_block for move in swaps}, stats.num_held_blocks),
                 (block_map.host, cache.host_pool, {move.host_block for move in swaps}, stats.num_held_host_blocks),
