@@ -656,6 +656,14 @@ class Simulation(Timeline):
                 held = {block for block, use in enumerate(uses, 1) if use > BlockUse.MOVING} | swapped
                 assert len(held) == num_held, "S8: blocks that are held are counted wrong"
                 assert uses.count(BlockUse.CACHED) == pool.num_idle_cached, "S8: idle content is counted wrong"
+            for states, tier in (
+                (block_map.device_states, cache.tiers.device),
+                (block_map.host_states, cache.tiers.host),
+            ):
+                assert len(states) == tier.states.num_blocks
+                assert states.count(BlockUse.CACHED) == tier.states.num_idle_cached, "S8: idle states"
+                num_free = states.count(BlockUse.FREE) + states.count(BlockUse.CACHED)
+                assert num_free == tier.states.num_free, "S8: states that are held are counted wrong"
         for client in self.clients.values():
             report = explain.report(self.scheduler.state, *client.key)
             assert report.num_sequences == client.num_live or client.request.beam
