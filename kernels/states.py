@@ -22,7 +22,8 @@ class StateRows:
     Row i starts with state reads[i]. It writes its state after each number of its new tokens in `save_counts`, for the
     entries save_start_loc[i] to save_start_loc[i + 1] of the saves. The counts of a row do not fall, and equal counts
     write the same state to several places. The last is the number of its new tokens. A count of 0 copies the state that
-    the row starts with. A row may write the state that it reads. No other row reads or writes a state that a row writes.
+    the row starts with. A row may write the state that it reads. No other row reads or writes a state that a row
+    writes.
 
     Attributes:
         states: [num_states + 1, state_size] float32. State 0 is zero and never written.

@@ -272,7 +272,8 @@ def _by_inputs(operation: Any) -> Any:
     channels are consecutive. Return other operations unchanged."""
     if type(operation) is not Convolve:
         return operation
-    return replace(operation, weight=operation.weight.view(-1, operation.kernel_size).t().contiguous())
+    weight: Any = operation.weight
+    return replace(operation, weight=weight.view(-1, operation.kernel_size).t().contiguous())
 
 
 def _put_tensor(place: Any, name: str, tensor: Tensor) -> None:

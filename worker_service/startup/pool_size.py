@@ -20,6 +20,7 @@ _DEFAULT_SWAP_SHARE = 10  # divisor: a tenth of the available memory
 _STATES_OF_SEQUENCE = 3
 _MAX_TOKENS_OF_SEQUENCE = 4096
 _MIN_STATES = 4
+_MIN_SHARE_OF_STATES = 16  # divisor: a sixteenth of the pool. If a state is small, many more can be cached.
 
 
 def cpu_cache_bytes(available_bytes: int) -> int:
@@ -113,21 +114,23 @@ class PoolSize:
         """Return the number of states in a pool of `pool_bytes`. The rest of the pool is for blocks.
 
         The rule: the pool has the states and the blocks of the same number of sequences. A sequence is assumed to need
-        3 states and the blocks of 4,096 tokens, or of the maximum length if it is lower.
+        3 states and the blocks of 4,096 tokens, or of the maximum length if it is lower. But states get at least a
+        sixteenth of the pool. There are at least 4 states, and at most 4 for each sequence that may run and 4 more.
         """
         if not self.state_bytes:
             return 0
         sequence_bytes = _STATES_OF_SEQUENCE * self.state_bytes + self._blocks_of_sequence * self.block_bytes
-        return self._limited(_STATES_OF_SEQUENCE * pool_bytes // sequence_bytes - 1)
+        num_least = pool_bytes // (_MIN_SHARE_OF_STATES * self.state_bytes)
+        return self._limited(max(_STATES_OF_SEQUENCE * pool_bytes // sequence_bytes, num_least) - 1)
 
     def num_states_beside(self, num_blocks: int) -> int:
         """Return the number of states in a pool that has the given number of blocks, by the same rule."""
         if not self.state_bytes or not num_blocks:
             return 0
-        return self._limited(_STATES_OF_SEQUENCE * num_blocks // self._blocks_of_sequence)
+        num_least = num_blocks * self.block_bytes // ((_MIN_SHARE_OF_STATES - 1) * self.state_bytes)
+        return self._limited(max(_STATES_OF_SEQUENCE * num_blocks // self._blocks_of_sequence, num_least))
 
     def _limited(self, num_states: int) -> int:
-        """Limit the number of states: at least 4, and at most 4 for each sequence and 4 more."""
         return min(max(num_states, _MIN_STATES), 4 * self.config.max_num_seqs + 4)
 
     @property
