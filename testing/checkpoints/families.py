@@ -54,6 +54,9 @@ FAMILIES = (
     "afmoe",
     "lfm2",
     "qwen3_5_text",
+    "lfm2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
 )
 
 DECODER = {
@@ -194,6 +197,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{**DECODER, **DELTA_NET, "num_hidden_layers": 3, "partial_rotary_factor": 0.5},
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
+    "lfm2_moe": {
+        **{**PLAIN_HEADS, **EXPERTS, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+        **{"num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    },
+    "qwen3_5_moe_text": {
+        **{**DECODER, **EXPERTS, **DELTA_NET, "num_hidden_layers": 2, "partial_rotary_factor": 0.5},
+        **{"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 96},
+    },
+    "qwen3_next": {
+        **{**DECODER, **EXPERTS, **DELTA_NET, "num_hidden_layers": 3, "partial_rotary_factor": 0.5},
+        **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "mlp_only_layers": [0]},
+        "shared_expert_intermediate_size": 96,
+    },
     "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mpt": {
         **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
@@ -208,8 +224,11 @@ NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8, "gpt_os
     "ernie4_5_moe": 8,
     "llama4_text": 4,
     "afmoe": 8,
+    "lfm2_moe": 8,
+    "qwen3_5_moe_text": 8,
+    "qwen3_next": 8,
 }
-ADDING_ONE = ("gemma", "qwen3_5")  # 1 is added to the weights of norms
+ADDING_ONE = ("gemma", "qwen3_5", "qwen3_next")  # 1 is added to the weights of norms
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -242,7 +261,9 @@ def make_checkpoint(
 def draw_weights(model: Any, seed: int) -> None:
     """Fill a transformers model with the random weights that `make_checkpoint` describes."""
     generator = torch.Generator().manual_seed(seed)
-    corrections = [named for named in model.named_buffers() if named[0].endswith("e_score_correction_bias")]
+    corrections = [
+        named for named in model.named_buffers() if named[0].endswith(("e_score_correction_bias", ".expert_bias"))
+    ]
     for name, parameter in [*model.named_parameters(), *corrections]:
         noise = torch.randn(parameter.shape, generator=generator)
         adds_one = model.config.model_type.startswith(ADDING_ONE) and not name.endswith("linear_attn.norm.weight")

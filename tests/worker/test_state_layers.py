@@ -17,12 +17,17 @@ from testing.seeds import seeded
 from testing.worker.model_logits import CPU, create_attention, edited, host_operations, use_kernels
 from testing.worker.state_rows import new_states, state_rows
 from worker_service.attention import AttentionBatch
+from worker_service.host.cpu_decoder import host_model
 from worker_service.models.loading import prepare_model
 
 FAMILIES = ("lfm2", "qwen3_5_text")
 # Torch's functions give a value the same bits at any place of a tensor if the width is a multiple of 32.
 SIZES = {"qwen3_5_text": {"linear_num_value_heads": 32, "linear_num_key_heads": 16}}
 NUM_TOKENS = 97
+
+
+def host_of(model):
+    return host_model(model, create_attention(model.network)) if model.is_fused else model
 
 
 @torch.inference_mode()
@@ -40,7 +45,7 @@ def run(model, token_ids, states, sizes, save_at=-1):
         attend = attention.prepare(batch, [tuple(layer) for layer in storage])
         saves = [(save_at - start, 2)] if start <= save_at < start + size else []
         rows = state_rows(states, [(size, min(start, 1), [*saves, (size, 1)])])
-        outputs = model.forward_logits(token_ids[positions], positions, attend, torch.arange(size), rows)
+        outputs = host_of(model).forward_logits(token_ids[positions], positions, attend, torch.arange(size), rows)
         logits.append(outputs.logits)
         start += size
     return torch.cat(logits)
@@ -57,11 +62,17 @@ def random_sizes(rng):
     return sizes
 
 
-@pytest.fixture
-def load(monkeypatch):
-    """Load a model whose operations are the CPU kernels, one call per operation."""
+@pytest.fixture(params=["fused", "kernels"])
+def load(request, monkeypatch):
+    """Load a model that computes all layers in one call of the CPU kernels, or with one call per operation."""
     use_kernels(monkeypatch, "require")
-    return lambda path: load_model(path, dtype=torch.float32, device=CPU, operations=host_operations())
+
+    def load(path):
+        model = load_model(path, dtype=torch.float32, device=CPU, operations=host_operations())
+        model.is_fused = request.param == "fused"
+        return model
+
+    return load
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,7 +109,7 @@ def test_rows_of_a_step_have_states_of_their_own(tmp_path, load, family):
         tables = torch.stack([torch.arange(first, first + 5) for first, _ in rows])
         batch = AttentionBatch(starts, [positions[-1] + 1 for _, positions in rows], tables[None], slots[None])
         args = tokens[positions], positions, attention.prepare(batch, cache), torch.arange(starts[-1])
-        return model.forward_logits(*args, state_rows(states, states_of_rows)).logits
+        return host_of(model).forward_logits(*args, state_rows(states, states_of_rows)).logits
 
     with torch.inference_mode():
         first = step([(1, range(24))], [(24, 0, [(10, 4), (24, 1)])])
@@ -109,7 +120,7 @@ def test_rows_of_a_step_have_states_of_their_own(tmp_path, load, family):
 
 
 @pytest.mark.parametrize(("family", "overrides"), [("lfm2", {}), ("qwen3_5_text", {"num_key_value_heads": 1})])
-def test_ranks_share_the_state(tmp_path, load, family, overrides):
+def test_ranks_share_the_state(tmp_path, family, overrides):
     """Each rank has the states of its channels and heads. Together they have the size of the whole state."""
     network = parse_config(read_config(make_checkpoint(tmp_path, family, seed=66, **overrides)))
     shapes = state_shapes(network.operations)
@@ -130,13 +141,13 @@ def test_layers_that_predict_further_tokens_are_not_used(tmp_path, load):
     """Published files of Qwen3.5 have a layer for multi-token prediction."""
     path = make_checkpoint(tmp_path, "qwen3_5_text", seed=67)
     tokens = torch.arange(20)
-    expected = run(load(path), tokens, new_states(load(path).network.state_size, 1), [20])
+    model = load(path)
+    expected = run(model, tokens, new_states(model.network.state_size, 1), [20])
     extra = {f"mtp.{name}.weight": torch.ones(4) for name in ("layers.0.self_attn.q_proj", "fc", "norm")}
     edited(path, **extra)
-    unloaded = prepare_model(path, dtype=torch.float32, device=CPU, operations=host_operations())
-    assert describe_parts(unloaded.unused) == "tensors of the checkpoint that are not used: 3 (mtp)"
-    model = unloaded.load()
-    assert torch.equal(run(model, tokens, new_states(model.network.state_size, 1), [20]), expected)
+    unused = prepare_model(path, dtype=torch.float32, device=CPU).unused
+    assert describe_parts(unused) == "tensors of the checkpoint that are not used: 3 (mtp)"
+    assert torch.equal(run(load(path), tokens, new_states(model.network.state_size, 1), [20]), expected)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """LFM2 (Liquid AI, 2025, https://arxiv.org/abs/2511.23404).
 
 Most layers have a gated short convolution instead of attention. The attention layers normalize each head of queries and
-keys.
+keys. In the variant with experts, all layers but the first ones have routed experts, which are chosen by sigmoid scores
+and corrections.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from pagewire.network.families.reading import (
     MAX_SIZE,
     JsonObject,
     flag,
+    non_negative,
     num_layers_of,
     number,
     positive,
@@ -25,23 +27,40 @@ from pagewire.network.operations import Operation
 from pagewire.network.state_blocks import short_convolution
 
 _CONVOLUTION = "conv"
+_MLP_NAMES = ("w1", "w3"), "w2"
 
 
 def _read_lfm2(config: JsonObject, architecture: str) -> Network:
-    ties, size = config.get("tie_embedding"), config.get("block_ff_dim")
-    text = _read_text(
-        {
-            **config,
-            "tie_word_embeddings": flag(config, "tie_word_embeddings", True) if ties is None else ties,
-            "intermediate_size": config.get("intermediate_size") if size is None else size,
-        },
-        architecture,
-    )
+    if config.get("block_ff_dim") is not None:
+        config = {**config, "intermediate_size": config["block_ff_dim"]}
+    text = _read_text(config, architecture)
     mlp = text.mlp(_mlp_size(config, text.intermediate_size))
-    return _model(text, lambda at, name: mlp(f"{name}.feed_forward", ("w1", "w3"), "w2"))
+    return _model(text, lambda at, name: mlp(f"{name}.feed_forward", *_MLP_NAMES))
+
+
+def _read_lfm2_moe(config: JsonObject, architecture: str) -> Network:
+    text = _read_text(config, architecture)
+    num_dense, dense = non_negative(config, "num_dense_layers", 2), text.mlp()
+    # transformers also adds 1e-6 to the sum that divides the weights.
+    renormalizes, factor = flag(config, "norm_topk_prob", True), number(config, "routed_scaling_factor", 1.0)
+    experts = text.experts(scoring="sigmoid", renormalizes=renormalizes, factor=factor)
+    has_correction = flag(config, "use_expert_bias", True)
+
+    def mlp(at: int, name: str) -> Iterator[Operation]:
+        moe = f"{name}.feed_forward"
+        if at < num_dense:
+            yield from dense(moe, *_MLP_NAMES)
+        else:
+            correction = experts.correction(f"{moe}.expert_bias") if has_correction else None
+            yield from experts(f"{moe}.gate", f"{moe}.experts.{{expert}}", *_MLP_NAMES, correction=correction)
+
+    return _model(text, mlp)
 
 
 def _read_text(config: JsonObject, architecture: str) -> TextConfig:
+    ties = config.get("tie_embedding")
+    ties = flag(config, "tie_word_embeddings", True) if ties is None else ties
+    config = {**config, "tie_word_embeddings": ties}
     ropes = read_rope(config, default_theta=1_000_000.0)
     return TextConfig.read(config, architecture, ropes=ropes, eps_key="norm_eps", default_eps=1e-5)
 
@@ -94,4 +113,17 @@ LFM2 = Family(
     _read_lfm2,
     defaults={"num_key_value_heads": 8},
     renamings=(_NAMES, (*_NAMES, *WITHOUT_PREFIX)),
+)
+# As transformers 5 names the parts of an expert.
+_NEW_NAMES = (
+    (r"(\.experts\..+)\.w1$", r"\1.gate_proj"),
+    (r"(\.experts\..+)\.w3$", r"\1.up_proj"),
+    (r"(\.experts\..+)\.w2$", r"\1.down_proj"),
+)
+LFM2_MOE = replace(
+    LFM2,
+    architectures=("Lfm2MoeForCausalLM",),
+    read=_read_lfm2_moe,
+    defaults={"num_key_value_heads": 8, "num_experts": 32, "num_experts_per_tok": 4},
+    renamings=tuple((*names, *prefix) for prefix in ((), WITHOUT_PREFIX) for names in (_NAMES, (*_NAMES, *_NEW_NAMES))),
 )

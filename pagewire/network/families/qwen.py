@@ -4,7 +4,8 @@ Qwen2 has biases of queries, keys and values. Qwen3 normalizes each head of quer
 layers may have a sliding window. Both have variants with experts in all or some layers; the variant of Qwen2 has a
 shared expert with a gate, too.
 
-Qwen3.5 has a gated delta net in three of four layers. In the others, the attended values are multiplied by gates.
+Qwen3-Next and Qwen3.5 have a gated delta net in three of four layers. In the others, the attended values are multiplied
+by gates. Qwen3-Next and a variant of Qwen3.5 have experts and a shared expert with a gate.
 
 Checkpoints of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 contain these models. Their rotary embedding has three
 positions for each token (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1), which are equal in a text.
@@ -82,9 +83,17 @@ def _read_qwen2_moe(config: JsonObject, architecture: str) -> Network:
         kinds = [SLIDING if layer < num_windowed and layer % 2 == 0 else FULL for layer in range(num_layers)]
         windows = read_windows(config, kinds)[1]
     text = TextConfig.read(config, architecture, windows=windows)
-    experts = text.experts(renormalizes=flag(config, "norm_topk_prob", False))
-    shared = text.mlp(positive(config, "shared_expert_intermediate_size", 5632))
-    dense, has_experts = text.mlp(), _read_expert_layers(config)
+    mlp = _shared_and_routed(text, 5632, renormalizes=flag(config, "norm_topk_prob", False))
+    return text.llama(mlp, qkv_bias=flag(config, "qkv_bias", True))
+
+
+def _shared_and_routed(
+    text: TextConfig, default_size: int, *, renormalizes: bool
+) -> Callable[[int, str], Iterator[Operation]]:
+    """Return a function that yields the MLP operations of a layer, given its number and name. In layers with experts,
+    there is also a shared expert with a gate, by default of `default_size` columns."""
+    experts, has_experts = text.experts(renormalizes=renormalizes), _read_expert_layers(text.config)
+    shared, dense = text.mlp(positive(text.config, "shared_expert_intermediate_size", default_size)), text.mlp()
 
     def mlp(at: int, name: str) -> Iterator[Operation]:
         if has_experts[at]:
@@ -93,7 +102,7 @@ def _read_qwen2_moe(config: JsonObject, architecture: str) -> Network:
         else:
             yield from dense(f"{name}.mlp")
 
-    return text.llama(mlp, qkv_bias=flag(config, "qkv_bias", True))
+    return mlp
 
 
 def _read_qwen3_moe(config: JsonObject, architecture: str) -> Network:
@@ -127,13 +136,26 @@ def _read_qwen3_5(config: JsonObject, architecture: str) -> Network:
     return _hybrid(text, lambda at, name: mlp(f"{name}.mlp"))
 
 
+def _read_qwen3_5_moe(config: JsonObject, architecture: str) -> Network:
+    # There are experts in all layers, and no dense MLP.
+    settings = {"intermediate_size": 1, "decoder_sparse_step": 1, "mlp_only_layers": None}
+    text = _read_hybrid({**_without_mrope(config, 10_000.0), **settings}, architecture)
+    return _hybrid(text, _shared_and_routed(text, 512, renormalizes=True))
+
+
+def _read_qwen3_next(config: JsonObject, architecture: str) -> Network:
+    text = _read_hybrid(config, architecture)
+    mlp = _shared_and_routed(text, 512, renormalizes=flag(config, "norm_topk_prob", True))
+    return _hybrid(text, mlp, are_by_head=True)
+
+
 def _read_hybrid(config: JsonObject, architecture: str) -> TextConfig:
     return TextConfig.read(config, architecture, ropes=read_rope(config, default_share=0.25))
 
 
-def _hybrid(text: TextConfig, mlp: Callable[[int, str], Iterator[Operation]]) -> Network:
+def _hybrid(text: TextConfig, mlp: Callable[[int, str], Iterator[Operation]], *, are_by_head: bool = False) -> Network:
     """Return a model of layers with gated attention and layers with a gated delta net. `mlp` yields the MLP operations
-    of a layer, given its number and name."""
+    of a layer, given its number and name. With `are_by_head`, the rows of a delta net are stored by key heads."""
     config, norm, delta_net = text.config, text.norm(adds_one=True), _read_delta_net(text)
     interval = positive(config, "full_attention_interval", 4)
     default = [_LINEAR if (layer + 1) % interval else FULL for layer in range(text.num_layers)]
@@ -145,7 +167,7 @@ def _hybrid(text: TextConfig, mlp: Callable[[int, str], Iterator[Operation]]) ->
             attention = replace(text.attention(at, **settings), layer=kinds[:at].count(FULL))
             mixer = attention(f"{name}.self_attn")
         else:
-            mixer = delta_net(f"{name}.linear_attn")
+            mixer = delta_net(f"{name}.linear_attn", are_by_head=are_by_head)
         yield from layer(norm, norms_of(name), mixer, mlp(at, name))
 
     return text.model(norm, layers)
@@ -197,3 +219,11 @@ QWEN3_VL_MOE = inside(
 )
 QWEN3_5 = Family(("Qwen3_5ForCausalLM",), _read_qwen3_5, defaults={"num_key_value_heads": 4, "head_dim": 256})
 QWEN3_5_VL = inside(QWEN3_5, "Qwen3_5ForConditionalGeneration", ("qwen3_5_text",), is_tied=False)
+_OF_MOE = {"num_key_value_heads": 2, "head_dim": 256, "moe_intermediate_size": 512}
+QWEN3_5_MOE = Family(
+    ("Qwen3_5MoeForCausalLM",), _read_qwen3_5_moe, defaults={**_OF_MOE, "num_experts": 256, "num_experts_per_tok": 8}
+)
+QWEN3_5_MOE_VL = inside(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",), is_tied=False)
+QWEN3_NEXT = Family(
+    ("Qwen3NextForCausalLM",), _read_qwen3_next, defaults={**_OF_MOE, "num_experts": 512, "num_experts_per_tok": 10}
+)
