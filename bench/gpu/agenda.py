@@ -91,7 +91,7 @@ ENTRIES = [
     *_kernels("kernels_check", 60, *(module.rpartition(".")[2] for module in MODULES)),
     *(Entry("check", part, 90) for part in ("kills", "parity", "graphs", "sampling", "bfloat16", "quantized", "swap")),
     *(Entry("speed", part, 40) for part in ("decode_small", "decode_large", "throughput", "idle", "swap")),
-    *_kernels("kernels_bench", 40, "decode_attention", "cache", "blocks", "gathering"),
+    *_kernels("kernels_bench", 40, "decode_attention", "cache", "blocks", "gathering", "states"),
     *(Entry("check", part, 90) for part in ("small_parity", "depth", "fp8", "backends", "ranks", "device_tests")),
 ]
 

@@ -13,5 +13,6 @@ MODULES = tuple(
         "experts",
         "linear",
         "scaled",
+        "states",
     )
 )

@@ -19,12 +19,14 @@ from pagewire.kernels.triton import (
     prefill_attention,
     sampler,
     scaled,
+    states,
 )
 from pagewire.kernels.triton.launching import Strided
 
 ALIGNED = torch.zeros(64)
 TENSORS, NUMBERS = (ALIGNED, ALIGNED[1:]), (1, 16, 17)
 # The values of an argument, by the difference between them.
+OF_STATES = {name: (name, TENSORS) for name in states._INDEX_NAMES}
 OF_ROWS = {
     **{name: (name, TENSORS) for name in ("block_tables", "seq_lens")},
     **{name: (name, NUMBERS) for name in ("table_stride", "window")},
@@ -64,6 +66,8 @@ KERNELS = {
     linear._multiply_kernel: {name: (name, NUMBERS) for name in ("num_slots", "slots_of_row")},
     scaled._round_kernel: {"num_rows": ("num_rows", NUMBERS)},
     scaled._multiply_kernel: {"num_rows": ("num_rows", NUMBERS)},
+    states._convolve_kernel: OF_STATES,
+    states._delta_rule_kernel: OF_STATES,
     # An output that is aligned in every step, to verify that a difference would be noticed.
     decode_attention._reduction_kernel: OF_OUTPUT,
 }

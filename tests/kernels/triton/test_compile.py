@@ -75,6 +75,8 @@ def test_kernels_are_compiled_once_wherever_rows_lie():
         "_multiply_kernel",
         "_round_kernel",
         "_multiply_kernel",
+        "_convolve_kernel",
+        "_delta_rule_kernel",
         "_reduction_kernel output output_stride",
     ], result.stderr
 
