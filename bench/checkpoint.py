@@ -52,6 +52,34 @@ EXPERT_SHAPES = {
         "tie_word_embeddings": False,
     },
 }
+# Models with states. Their classes are chosen by the names of the shapes.
+STATE_SHAPES = {
+    "Qwen3.5-0.8B": {
+        "num_hidden_layers": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_attention_heads": 8,
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "vocab_size": 248320,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "LFM2-1.2B": {
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "block_auto_adjust_ff_dim": False,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "vocab_size": 65536,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+}
 # Measured on GPUs only, except for the tiny shape, which is a rehearsal without a GPU.
 GPU_SHAPES = {
     "tiny": {
@@ -114,7 +142,7 @@ def tokenized_checkpoint(shape: str, tokenizer: Path, directory: Path) -> Path:
 def random_checkpoint(shape: str) -> Path:
     """Return the path of a checkpoint with random bf16 weights, without end tokens. It is created on the first call.
 
-    The model is Qwen3-MoE for the shapes with experts, else Qwen3.
+    The model is Qwen3-MoE for the shapes with experts, Qwen3.5 or LFM2 for the shapes with states, else Qwen3.
     """
     directory = cache_directory() / shape
     if not (directory / "model.safetensors").exists():
@@ -122,6 +150,9 @@ def random_checkpoint(shape: str) -> Path:
         tokens = {"bos_token_id": None, "eos_token_id": None}
         if shape in EXPERT_SHAPES:
             config = transformers.Qwen3MoeConfig(**EXPERT_SHAPES[shape], **tokens)
+        elif shape in STATE_SHAPES:
+            class_of = transformers.Lfm2Config if shape.startswith("LFM2") else transformers.Qwen3_5TextConfig
+            config = class_of(**STATE_SHAPES[shape], **tokens)
         else:
             config = transformers.Qwen3Config(**SHAPES[shape], **tokens)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

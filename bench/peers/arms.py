@@ -58,10 +58,12 @@ class Loads:
     num_mixed: int = 32
     mixed_input: LengthRange = MIXED_INPUT
     mixed_output: LengthRange = MIXED_OUTPUT
+    depths: tuple[int, ...] = ()  # lengths of prompts after which one stream is decoded
 
     @property
     def names(self) -> list[str]:
-        return [*map(decode_name, self.num_streams), self.prefill_name, self.mixed_name]
+        by_depth = map(depth_name, self.depths)
+        return [*map(decode_name, self.num_streams), *by_depth, self.prefill_name, self.mixed_name]
 
     @property
     def prefill_name(self) -> str:
@@ -74,11 +76,16 @@ class Loads:
     @property
     def max_sequence_len(self) -> int:
         mixed_len = self.mixed_input.max + self.mixed_output.max
-        return max(self.input_len + self.output_len, self.prefill_len + WARM_UP_LEN, mixed_len)
+        longest = max(self.input_len, *self.depths, 0) + self.output_len
+        return max(longest, self.prefill_len + WARM_UP_LEN, mixed_len)
 
 
 def decode_name(num_streams: int) -> str:
     return f"decode, {num_streams} stream{'s' if num_streams > 1 else ''}"
+
+
+def depth_name(depth: int) -> str:
+    return f"decode after {depth:,} tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +129,9 @@ Seconds = Callable[[Batch], float]
 def rates(seconds: Seconds, loads: Loads, vocab_size: int, seed: int) -> dict[str, float]:
     """Measure all loads of an arm that accepts batches. Every batch has new prompts.
 
-    The time of decoding excludes prefill. It is the time of a batch minus the time of the same batch with one output
-    token per request.
+    The time of decoding excludes prefill. It is the time of a batch minus the time of a batch of the same size with one
+    output token per request. After long prompts, these batches repeat one prompt, so that prefix caches have it: the
+    time of its prefill would vary by more than the time of decoding.
     """
     rng = random.Random(seed)
 
@@ -134,13 +142,13 @@ def rates(seconds: Seconds, loads: Loads, vocab_size: int, seed: int) -> dict[st
     found = {}
     for num_streams in loads.num_streams:
         seconds(batch(num_streams, loads.input_len, WARM_UP_LEN))
-        first = seconds(batch(num_streams, loads.input_len, 1))
-        whole = seconds(batch(num_streams, loads.input_len, loads.output_len))
-        if whole <= first:
-            raise PeerFailedError(
-                f"{loads.output_len} tokens took {whole:.3f} s and one {first:.3f} s: the machine is busy"
-            )
-        found[decode_name(num_streams)] = num_streams * (loads.output_len - 1) / (whole - first)
+        found[decode_name(num_streams)] = _decode_rate(
+            seconds, batch(num_streams, loads.input_len, 1), batch(num_streams, loads.input_len, loads.output_len)
+        )
+    for depth in loads.depths:
+        repeated = batch(1, depth, loads.output_len)
+        seconds(repeated.cut_to(WARM_UP_LEN))
+        found[depth_name(depth)] = _decode_rate(seconds, repeated.cut_to(1), repeated)
     seconds(batch(1, loads.prefill_len, WARM_UP_LEN))
     prefills = [seconds(batch(1, loads.prefill_len, 1)) for _ in range(NUM_PREFILLS)]
     found[loads.prefill_name] = loads.prefill_len / statistics.median(prefills)
@@ -151,6 +159,15 @@ def rates(seconds: Seconds, loads: Loads, vocab_size: int, seed: int) -> dict[st
     seconds(Batch([list(r.prompt_token_ids) for r in again], [WARM_UP_LEN] * len(again)))
     found[loads.mixed_name] = sum(mixed.output_lens) / seconds(mixed)
     return found
+
+
+def _decode_rate(seconds: Seconds, one: Batch, whole: Batch) -> float:
+    """Return the tokens per second of decoding, from batches with one token and with more tokens per request."""
+    first, last = seconds(one), seconds(whole)
+    output_len, num_streams = whole.output_lens[0], len(whole.prompts)
+    if last <= first:
+        raise PeerFailedError(f"{output_len} tokens took {last:.3f} s and one {first:.3f} s: the machine is busy")
+    return num_streams * (output_len - 1) / (last - first)
 
 
 class PagewireArm:
@@ -261,6 +278,9 @@ class LlamaCppArm:
         num_positions = max(loads.num_streams) * (loads.input_len + loads.output_len)
         for row in self._run(model, num_positions, loads.input_len, loads.output_len, streams):
             found[decode_name(row["pl"])] = row["speed_tg"]
+        for depth in loads.depths:
+            for row in self._run(model, depth + loads.output_len, depth, loads.output_len, "1"):
+                found[depth_name(depth)] = row["speed_tg"]
         for row in self._run(model, loads.prefill_len + WARM_UP_LEN, loads.prefill_len, WARM_UP_LEN, "1"):
             found[loads.prefill_name] = row["speed_pp"]
         return found

@@ -143,14 +143,13 @@ class Environments:
         return path
 
     def _converted(self, checkpoint: Path) -> Path:
-        """Return a checkpoint converted to GGUF. llama.cpp's converter runs in vLLM's environment, where it is known to
-        work."""
+        """Return a checkpoint converted to GGUF by llama.cpp's converter, which needs torch and transformers."""
         out = self.root / f"{checkpoint.name}.gguf"
         if not out.exists():
-            source, python = self.llama_cpp(), self.vllm()
+            source = self.llama_cpp()
             folder = with_tokenizer(checkpoint, self.root / f"{checkpoint.name}-with-tokenizer")
             partial = out.with_suffix(".partial")
-            command = [str(python), str(CONVERTER), str(source), str(folder), str(partial)]
+            command = [sys.executable, str(CONVERTER), str(source), str(folder), str(partial)]
             self._run(command, "its converter does not accept the checkpoint")
             partial.rename(out)
         return out

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from bench.checkpoint import EXPERT_SHAPES, SHAPES, random_checkpoint
+from bench.checkpoint import EXPERT_SHAPES, SHAPES, STATE_SHAPES, random_checkpoint
 from bench.peers.arms import Arm, LlamaCppArm, Loads, Model, PagewireArm, PeerFailedError, ProgramArm, transformers_arms
 from bench.peers.environment import (
     AVX2,
@@ -235,9 +235,12 @@ def parse_arguments(flags: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--models",
         nargs="+",
-        choices=[*SHAPES, *EXPERT_SHAPES],
+        choices=[*SHAPES, *EXPERT_SHAPES, *STATE_SHAPES],
         default=list(SHAPES),
         help=f"shapes (default: {' '.join(SHAPES)}; shapes with experts are slow and need 10 GB of disk)",
+    )
+    parser.add_argument(
+        "--depths", nargs="*", type=int, default=[], help="decode one stream after prompts of these lengths, too"
     )
     parser.add_argument(
         "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="weight formats (default: all)"
@@ -273,14 +276,14 @@ def main(flags: Sequence[str]) -> None:
         isa, dtype = compute_with()
     except ValueError as error:
         sys.exit(f"Pagewire's kernels: {error}")
-    all_shapes = SHAPES | EXPERT_SHAPES
+    all_shapes = SHAPES | EXPERT_SHAPES | STATE_SHAPES
     shapes = [
         Model(f"{name} shape", random_checkpoint(name), all_shapes[name]["vocab_size"]) for name in arguments.models
     ]
     models = [replace(shape, weight_format=name) for shape in shapes for name in arguments.formats]
     load_average = load_before()
     chosen, left_out = choose_arms(arguments, dtype)
-    loads = Loads()
+    loads = replace(Loads(), depths=tuple(arguments.depths))
     measurement = Measurement(chosen, loads)
     measurement.skipped.update(left_out)
     path = arguments.output or results_path(isa, arguments.models, arguments.formats)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,6 +76,25 @@ def test_rates_by_hand() -> None:
     assert len(set(prompts)) == len(prompts)
     with pytest.raises(PeerFailedError, match="the machine is busy"):
         rates(lambda batch: 1.0, SMALL, 151, seed=1)
+
+
+def test_rates_after_long_prompts_by_hand() -> None:
+    """The prompt is in the prefix cache when decoding is measured."""
+    batches = []
+
+    def remember(batch: Batch) -> float:
+        batches.append(batch)
+        return seconds(batch)
+
+    loads = replace(SMALL, num_streams=(), depths=(50, 500))
+    found = rates(remember, loads, 151, seed=1)
+    assert list(found) == loads.names
+    assert found["decode after 50 tokens"] == pytest.approx(100)
+    assert found["decode after 500 tokens"] == pytest.approx(100)
+    for first, depth in ((0, 50), (3, 500)):
+        assert [batch.output_lens for batch in batches[first : first + 3]] == [[4], [1], [40]]
+        [[prompt]] = {tuple(map(tuple, batch.prompts)) for batch in batches[first : first + 3]}
+        assert len(prompt) == depth
 
 
 class Unmakeable:
@@ -249,11 +269,14 @@ def test_both_sides_are_given_the_same_quantised_file(tmp_path: Path) -> None:
     theirs, ours = LlamaCppArm(environments, 1), PagewireArm(environments, 1, ["--num-device-blocks=128"])
     for arm in (theirs, ours):
         arm.prepare(quantised)
-    assert theirs.measure(quantised, SMALL, seed=1) == {decode_name(1): 10.0, SMALL.prefill_name: 20.0}
+    deep = replace(SMALL, depths=(50,))
+    expected = {decode_name(1): 10.0, "decode after 50 tokens": 10.0, SMALL.prefill_name: 20.0}
+    assert theirs.measure(quantised, deep, seed=1) == expected
     assert theirs.buffers == {"bundled": {"Q4_0": ["CPU_REPACK"]}}
     calls = (tmp_path / "called").read_text().splitlines()
     assert all(call.startswith(f"{source}/build-avx2/bin -m {file} ") for call in calls)
-    assert list(ours.measure(quantised, SMALL, seed=1)) == SMALL.names
+    assert "-c 90 -b 2048 -ub 512 -npp 50 -ntg 40 -npl 1 " in calls[1]
+    assert list(ours.measure(quantised, deep, seed=1)) == deep.names
 
 
 def test_a_missing_part_of_llama_cpp_is_built_in_the_folder_that_is_there(

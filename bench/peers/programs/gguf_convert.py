@@ -13,5 +13,7 @@ from conversion import base  # noqa: E402
 
 # The converter recognises published tokenizers by a digest.
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+# Otherwise it requires the layers for multi-token prediction that published checkpoints have.
+base.ModelBase.no_mtp = True
 sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", out, "--outtype", "bf16"]
 runpy.run_path(f"{source}/convert_hf_to_gguf.py", run_name="__main__")
