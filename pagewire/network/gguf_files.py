@@ -10,7 +10,7 @@ from pagewire.network.blocks import parts_of
 from pagewire.network.checkpoint_files import CheckpointError, TensorHeader
 from pagewire.network.families import parse_config
 from pagewire.network.network import Network
-from pagewire.network.operations import Projection, Share
+from pagewire.network.operations import Projection, Share, Vector
 from pagewire.network.rewrites import rewrite, with_ropes
 
 _FREQUENCIES = "rope_freqs.weight"
@@ -43,7 +43,7 @@ def load_gguf_config(path: Path) -> Network:
         model = parse_config(config)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: its metadata does not describe a supported model: {error}") from error
-    model = replace(model, operations=rewrite(model.operations, {Projection: _as_in_gguf}))
+    model = replace(model, operations=rewrite(model.operations, {Projection: _as_in_gguf, Vector: _without_log}))
     if _FREQUENCIES not in file.tensors or model.rope is None:
         return model
     divisors = _read_divisors(file, _FREQUENCIES, model.rope.rotary_size(model.heads.head_dim) // 2)
@@ -59,6 +59,11 @@ def _as_in_gguf(projection: Projection) -> Projection:
     shares = [Share.of(rows.size // sum(unit) * size, size, rows.counted) for size in unit]
     parts = tuple(parts_of([projection.name], shares))
     return replace(projection, parts=parts, stored=replace(projection.stored, unit=()))
+
+
+def _without_log(vector: Vector) -> Vector:
+    """Return a vector as GGUF files store it: the decay of a delta net is not stored as a logarithm."""
+    return replace(vector, is_log=False) if vector.is_log else vector
 
 
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:

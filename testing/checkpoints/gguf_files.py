@@ -53,12 +53,18 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": _ARCH.GPT2,
     "BloomForCausalLM": _ARCH.BLOOM,
     "MptForCausalLM": _ARCH.MPT,
+    "Lfm2ForCausalLM": _ARCH.LFM2,
+    "Qwen3_5ForCausalLM": _ARCH.QWEN35,
 }
+_LFM2 = (_ARCH.LFM2, _ARCH.LFM2MOE)
+_LENGTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")  # files of LFM2 lack these keys
+_QWEN35 = (_ARCH.QWEN35, _ARCH.QWEN35MOE)
+_DELTA_NETS = (*_QWEN35, _ARCH.QWEN3NEXT)
 # Files of these architectures pair neighbours in the rows of queries and keys.
 _PERMUTED = (_ARCH.LLAMA, _ARCH.MISTRAL3, _ARCH.GRANITE, _ARCH.SMOLLM3, _ARCH.ARCEE, _ARCH.OLMO)
 # Settings of config.json by their keys in GGUF files, for all files whose config.json has one of them.
 _KEYS = {
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
     "attention.scale": ("attention_multiplier",),
     "attention.clamp_kqv": ("clip_qkv",),
@@ -74,7 +80,12 @@ _KEYS = {
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
-    "leading_dense_block_count": ("first_k_dense_replace",),
+    "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers"),
+    "shortconv.l_cache": ("conv_L_cache",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim",),
+    "ssm.state_size": ("linear_key_head_dim",),
+    "ssm.group_count": ("linear_num_key_heads",),
+    "ssm.time_step_rank": ("linear_num_value_heads",),
 }
 _EXPERTS_OF_DEEPSEEK = (_ARCH.GLM4_MOE, _ARCH.DOTS1)
 _WINDOWED = (
@@ -83,13 +94,18 @@ _WINDOWED = (
 )
 # Keys that the converter writes for some architectures only, with their names in config.json.
 _SOME_KEYS = (
-    ("expert_feed_forward_length", "moe_intermediate_size", (_ARCH.QWEN3MOE, _ARCH.QWEN2MOE, *_EXPERTS_OF_DEEPSEEK)),
+    (
+        "expert_feed_forward_length",
+        "moe_intermediate_size",
+        (_ARCH.QWEN3MOE, _ARCH.QWEN2MOE, _ARCH.LFM2MOE, _ARCH.QWEN35MOE, _ARCH.QWEN3NEXT, *_EXPERTS_OF_DEEPSEEK),
+    ),
     ("expert_feed_forward_length", "intermediate_size", (_ARCH.GPT_OSS, _ARCH.MINIMAXM2)),
     ("expert_weights_scale", "routed_scaling_factor", _EXPERTS_OF_DEEPSEEK),
     ("expert_weights_norm", "norm_topk_prob", _EXPERTS_OF_DEEPSEEK),
     ("attention.sliding_window", "sliding_window", _WINDOWED),
 )
-_GEMMAS = (_ARCH.GEMMA, _ARCH.GEMMA2, _ARCH.GEMMA3)  # files of these architectures store 1 + w for norms
+# Files of these architectures store 1 + w for norms.
+_ADD_ONE = (_ARCH.GEMMA, _ARCH.GEMMA2, _ARCH.GEMMA3, *_DELTA_NETS)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # Types that PyPI `gguf` can read but not write: the bytes of a block, its number of weights, and the places of its
 # float16 scale and minimum.
@@ -164,7 +180,10 @@ def write_gguf(
 
 
 # Tensors that the converter writes in float32.
-_EXACT = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", ".bias")
+_EXACT = (
+    *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", ".bias"),
+    *(".ssm_conv1d.weight", ".shortconv.conv.weight"),
+)
 
 
 def own_tensors(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -172,9 +191,14 @@ def own_tensors(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, torch.
     arch = ARCHITECTURES[config["architectures"][0]]
     names = gguf.get_tensor_name_map(arch, _first(config, "num_hidden_layers", "n_layer", "n_layers"))
     found = {}
-    for name, tensor in _stacked(_apart(load_file(checkpoint / "model.safetensors"))).items():
+    tensors = _stacked(_apart(load_file(checkpoint / "model.safetensors")))
+    if arch in _DELTA_NETS:
+        tensors = _delta_nets(arch, config, tensors)
+    for name, tensor in tensors.items():
         if arch in (_ARCH.BLOOM, _ARCH.GPT2):
             name = name.removeprefix("transformer.")
+        if arch is _ARCH.LFM2MOE and ".experts." in name:
+            name = name.removeprefix("model.")
         if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")) and arch is _ARCH.GPT2:
             tensor = tensor.t()
         if ".query_key_value." in name and arch in (_ARCH.BLOOM, _ARCH.GPTNEOX):
@@ -186,10 +210,45 @@ def own_tensors(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, torch.
             tensor = permuted(
                 tensor, config["num_attention_heads" if ".attn_q." in own_name else "num_key_value_heads"]
             )
-        if arch in _GEMMAS and own_name.endswith("_norm.weight"):
+        if arch in _ADD_ONE and own_name.endswith("_norm.weight") and ".ssm_" not in own_name:
             tensor = tensor.float() + 1
-        found[own_name] = tensor
+        found[own_name] = tensor.squeeze(1) if own_name.endswith(_CONVOLUTIONS) else tensor
     return found
+
+
+def _delta_nets(
+    arch: gguf.MODEL_ARCH, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model with gated delta nets as in llama.cpp's converter: Qwen3-Next's are separated, and
+    the value heads of Qwen3.5 are in another order."""
+    num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim, repeats = config["linear_key_head_dim"], config["linear_value_head_dim"], num_values // num_keys
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".A_log"):
+            tensor = -tensor.float().exp()
+        name = name.replace(".dt_bias", ".dt_proj.bias")
+        if ".in_proj_qkvz." in name:
+            sizes = [key_dim, key_dim, repeats * value_dim, repeats * value_dim]
+            *qkv, z = (part.flatten(0, 1) for part in tensor.unflatten(0, (num_keys, -1)).split(sizes, 1))
+            found |= {name.replace("qkvz", "qkv"): torch.cat(qkv), name.replace("qkvz", "z"): z}
+            continue
+        kind = name.rpartition(".linear_attn.")[2].removesuffix(".weight")
+        if arch in _QWEN35 and kind in ("in_proj_qkv", "conv1d"):
+            keys, values = tensor.split([2 * num_keys * key_dim, num_values * value_dim])
+            tensor = torch.cat([keys, tiled(values, num_keys, repeats)])
+        elif arch in _QWEN35 and kind in ("in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_proj.bias"):
+            tensor = tiled(tensor, num_keys, repeats)
+        elif arch in _QWEN35 and kind == "out_proj":
+            tensor = tiled(tensor.t(), num_keys, repeats).t()
+        found[name] = tensor
+    return found
+
+
+def tiled(rows: torch.Tensor, num_key_heads: int, repeats: int) -> torch.Tensor:
+    """Reorder rows of value heads, so that the heads of one key head are no longer adjacent: head h belongs to key head
+    h % num_key_heads."""
+    return rows.unflatten(0, (num_key_heads, repeats, -1)).swapaxes(0, 1).flatten(0, 2)
 
 
 def _first(config: Mapping[str, Any], *names: str) -> Any:
@@ -197,6 +256,7 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
+_CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
 
 
@@ -233,6 +293,7 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             continue
         name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = name.replace(".expert_bias", ".expert_bias.bias")
         match = _OF_ALL_EXPERTS.fullmatch(name)
         if match is None:
             found[f"{name}.weight" if name.endswith(".sinks") else name] = tensor
@@ -341,18 +402,36 @@ def _settings(arch: gguf.MODEL_ARCH, config: Mapping[str, Any]) -> dict[str, Any
     if config.get("num_local_experts") == 0:  # Granite 4
         found |= {"attention.head_count_kv": [config["num_key_value_heads"]] * found["block_count"]}
         found |= {"expert_shared_feed_forward_length": found["feed_forward_length"], "rope.scaling.finetuned": True}
-    if arch in (_ARCH.DOTS1, _ARCH.MINIMAXM2, _ARCH.GLM4_MOE):
+    if arch in (_ARCH.DOTS1, _ARCH.MINIMAXM2, _ARCH.GLM4_MOE, _ARCH.LFM2MOE):
         found["expert_gating_func"] = gguf.ExpertGatingFuncType.SIGMOID.value
     if arch is _ARCH.GLM4_MOE:
         found["nextn_predict_layers"] = 1
         found["block_count"] += 1
     if arch in (_ARCH.OLMO2, _ARCH.EXAONE4) and found["attention.sliding_window"]:
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
+    found |= _of_states(arch, config)
     if arch is _ARCH.GEMMA3:
         local = config["rope_parameters"].get("sliding_attention", {})
         found["rope.freq_base_swa"] = float(local.get("rope_theta", 10_000.0))
         found["attention.sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
     return found | _scaling(arch, config, rope)
+
+
+def _of_states(arch: gguf.MODEL_ARCH, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a file that say which layers of a model have a state instead of K and V."""
+    if arch in _LFM2:
+        num_heads = config["num_key_value_heads"]
+        heads = [num_heads * (kind == "full_attention") for kind in config["layer_types"]]
+        return {"attention.head_count_kv": heads, **dict.fromkeys(_LENGTHS)}
+    if arch not in _DELTA_NETS:
+        return {}
+    return {
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in config["layer_types"]],
+        "full_attention_interval": 4,
+        "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
+        "rope.dimension_sections": [11, 11, 10, 0] if arch in _QWEN35 else None,
+        "feed_forward_length": config.get("intermediate_size"),
+    }
 
 
 def _scaling(arch: gguf.MODEL_ARCH, config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -446,7 +525,7 @@ def write_dequantized(directory: Path, path: Path, checkpoint: Path) -> Path:
             heads = config["num_attention_heads" if ".attn_q." in own_name else "num_key_value_heads"]
             # The inverse permutation, as in transformers.
             tensor = tensor.reshape(heads, -1, 2, *tensor.shape[1:]).swapaxes(2, 1).reshape(tensor.shape)
-        if arch in _GEMMAS and own_name.endswith("_norm.weight"):
+        if arch in _ADD_ONE and own_name.endswith("_norm.weight"):
             tensor = tensor - 1
         weights[name] = tensor.contiguous()
     directory.mkdir()

@@ -3,6 +3,7 @@
 import math
 import struct
 import tracemalloc
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,18 @@ GEMMA3 = GEMMA | {
     "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_local_base_freq": 1e4,
 }  # fmt: skip
 EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+DELTA_NET = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2, "ssm.time_step_rank": 6, "ssm.inner_size": 48,
+}  # fmt: skip
+DELTA_NET_SETTINGS = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "layer_types": ["linear_attention"] * 2, "num_nextn_predict_layers": 0,
+    "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
+}  # fmt: skip
+LFM2 = {"shortconv.l_cache": 3, "attention.head_count_kv": array("i", [0, 4])}
+LFM2_SETTINGS = {
+    "conv_L_cache": 3, "conv_bias": False, "layer_types": ["conv", FULL], "norm_eps": 1e-6,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -304,6 +317,13 @@ EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_lengt
             | {"norm_topk_prob": False, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "use_qk_norm": False}
             | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
         ),
+        ("qwen35", DELTA_NET, DELTA_NET_SETTINGS),
+        (
+            "qwen35",
+            DELTA_NET | {"full_attention_interval": 2, "block_count": 3, "nextn_predict_layers": 1},
+            DELTA_NET_SETTINGS | {"num_nextn_predict_layers": 1, "layer_types": ["linear_attention", FULL]},
+        ),
+        ("lfm2", LFM2, LFM2_SETTINGS | {"block_auto_adjust_ff_dim": False}),
     ],
 )
 def test_what_a_file_leaves_out_is_as_in_llama_cpp(architecture: str, keys: Any, told: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pagewire.common.gguf import ARCHITECTURES
 from pagewire.network.checkpoint_files import CheckpointError
@@ -17,10 +18,13 @@ from testing.checkpoints.gguf_files import requantized, write_gguf
 from testing.models import load_model
 from testing.worker.model_logits import compute_logits, random_tokens
 from tests.thorough import thorough
+from worker_service.models.checkpoint import Piece
+from worker_service.models.gguf_checkpoint import GgufCheckpoint
 
 ARCH = gguf.MODEL_ARCH
 OPTIONS = {"dtype": torch.float32, "device": torch.device("cpu")}
 SCALED = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 32.0, "original_max_position_embeddings": 32}
+DELTA_NETS = ("qwen3_5_text",)
 # Settings that files do not contain, because all published models share them.
 USUAL: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": {**SCALED, "mscale": 1.0, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.3}},
@@ -30,9 +34,10 @@ USUAL: dict[str, dict[str, Any]] = {
     "dots1": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16},
+    **{family: {"linear_key_head_dim": 32, "linear_value_head_dim": 32} for family in DELTA_NETS},
 }
 # The families that differ most in their names, in the order of rows and in their settings.
-FIRST = ("gpt_neox", "mpt", "glm4_moe")
+FIRST = ("gpt_neox", "mpt", "glm4_moe", "lfm2", "qwen3_5_text")
 OTHERS = (
     *(
         "llama",
@@ -74,6 +79,19 @@ def test_a_file_computes_what_its_checkpoint_computes(tmp_path: Path, family: st
     assert load_config(path).dtype == "float32"
 
 
+@pytest.mark.parametrize("type_name", ["BF16", *thorough("F16")])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_states_of_models_in_half_precision(tmp_path: Path, family: str, type_name: str) -> None:
+    """Convolutions, decays and norms stay in float32, but do not decide the dtype of the model."""
+    dtype = {"BF16": "bfloat16", "F16": "float16"}[type_name]
+    source = made(tmp_path / "source", family, dtype=dtype)
+    path = write_gguf(tmp_path / "model.gguf", source, type_name)
+    assert load_config(path).dtype == dtype
+    for computed in (torch.float32, torch.bfloat16):
+        ours, usual = (load_model(each, **{**OPTIONS, "dtype": computed}) for each in (path, source))
+        assert torch.equal(compute_logits(ours, random_tokens()), compute_logits(usual, random_tokens()))
+
+
 def test_the_tests_know_every_architecture() -> None:
     """Architectures without a checkpoint of their own are those of models with images, which have the same text
     models."""
@@ -98,6 +116,9 @@ def test_the_tests_know_every_architecture() -> None:
         ("falcon", {"bias": True}),
         ("ernie4_5", {"use_bias": True}),
         ("starcoder2", {"use_bias": False}),
+        ("lfm2", {"tie_word_embeddings": False, "conv_L_cache": 5}),
+        ("qwen3_5_text", {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "tie_word_embeddings": True}),
+        ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}),
         *((family, {"tie_word_embeddings": True}) for family in ("gpt2", "bloom", "cohere", "llama", "smollm3")),
         *((family, {"tie_word_embeddings": False}) for family in ("gpt2", "mpt", "olmo2", "starcoder2")),
     ),
@@ -107,12 +128,52 @@ def test_settings_of_a_family_are_kept(tmp_path: Path, family: str, changes: dic
     assert torch.equal(logits(write_gguf(tmp_path / "model.gguf", source, "F32")), logits(source))
 
 
-@pytest.mark.parametrize("family", thorough("bloom", "gpt_neox", "gpt2", "granite", "qwen2_moe", "glm4_moe", "mixtral"))
+@pytest.mark.parametrize(
+    "family",
+    thorough(
+        *("bloom", "gpt_neox", "gpt2", "granite", "qwen2_moe", "glm4_moe", "mixtral"),
+        *("lfm2", *DELTA_NETS),
+    ),
+)
 def test_quantised_rows_are_in_the_same_order(tmp_path: Path, family: str) -> None:
     """A quantised file computes the same as a file with the float32 numbers that PyPI `gguf` reads from it."""
     path = write_gguf(tmp_path / "model.gguf", made(tmp_path / "source", family), "Q8_0")
     plain = requantized(path, tmp_path / "plain.gguf", "F32")
     assert torch.equal(logits(path), logits(plain))
+
+
+@pytest.mark.parametrize("type_name", ["Q4_K", *thorough("Q4_0", "Q6_K", "IQ3_S")])
+def test_columns_of_value_heads_are_in_the_same_order(tmp_path: Path, type_name: str) -> None:
+    """Blocks of 256 columns in a file contain two value heads that are not neighbours in a checkpoint."""
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 4}
+    source = made(tmp_path / "source", "qwen3_5_text", **sizes)
+    path = write_gguf(tmp_path / "model.gguf", source, "F32", types={"ssm_out.weight": type_name})
+    plain = requantized(path, tmp_path / "plain.gguf", "F32")
+    checkpoint = GgufCheckpoint(path)
+    name, shape = "model.layers.0.linear_attn.out_proj.weight", (64, 512)
+    stored = checkpoint.format(name, shape[1])
+    whole = checkpoint.quantized(name, Piece(torch.empty(shape)))
+    assert stored is not None
+    assert whole.group_size == stored.group_size
+    assert (whole.scale_factor is not None) == stored.has_factors
+    expected = torch.empty(shape)
+    GgufCheckpoint(plain).copy(name, Piece(expected))
+    assert torch.equal(whole.dequantized(), expected)
+    assert torch.equal(logits(path), logits(plain))
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(0, 5), slice(3, 6), slice(31, 97), slice(128, 320)])
+def test_any_rows_of_value_heads_can_be_read(tmp_path: Path, rows: slice) -> None:
+    source = made(tmp_path / "source", "qwen3_5_text")
+    ours = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", source, "F32"))
+    tensors = load_file(source / "model.safetensors")
+    parts = [f"in_proj_{each}.weight" for each in ("qkv", "z", "a", "b")]
+    for part in (*parts, "out_proj.weight", "conv1d.weight", "dt_bias"):
+        whole = tensors[f"model.layers.0.linear_attn.{part}"]
+        whole = whole.squeeze(1) if part == "conv1d.weight" else whole
+        found = torch.full_like(whole[rows], torch.nan)
+        ours.copy(f"model.layers.0.linear_attn.{part}", Piece(found, tuple(whole.shape), (rows,)))
+        assert torch.equal(found, whole[rows]), part
 
 
 @pytest.mark.thorough
@@ -160,6 +221,20 @@ def test_layers_for_multi_token_prediction_are_ignored(tmp_path: Path) -> None:
     assert torch.equal(logits(path), logits(source))
 
 
+@pytest.mark.parametrize("flags", [[True, True, True, False, True, False], None])
+def test_layers_of_delta_nets_are_followed_by_layers_for_prediction(tmp_path: Path, flags: list[bool] | None) -> None:
+    kinds = ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
+    source = made(tmp_path / "source", "qwen3_5_text", num_hidden_layers=5, layer_types=kinds)
+    further = {
+        "blk.5.attn_q.weight": (torch.ones(64, 64), "F32"),
+        "blk.5.nextn.eh_proj.weight": (torch.ones(64), "F32"),
+    }
+    keys = {"block_count": 6, "nextn_predict_layers": 1, "attention.recurrent_layers": flags}
+    settings = {f"qwen35.{key}": value for key, value in keys.items()}
+    path = write_gguf(tmp_path / "model.gguf", source, "F32", settings=settings, replaced=further)
+    assert torch.equal(logits(path), logits(source))
+
+
 REFUSED = [
     ("granite", {"granite.rope.scaling.finetuned": False}, r"rope\.scaling\.finetuned is False, but must be True"),
     ("granite", {"granite.attention.head_count_kv": [2, 0]}, r"head_count_kv is array.*, but must be a whole number"),
@@ -179,6 +254,22 @@ REFUSED = [
     ("llama", {"llama.attention.temperature_scale": 0.1}, r"temperature_scale is 0\.1, but must be 0\.0: no other"),
     ("olmo3", {"olmo2.attention.sliding_window_pattern": [True]}, r"but must be an array of 4 numbers"),
     ("olmo3", {"olmo2.block_count": 5000}, r"block_count is 5000, but must be at most 4096"),
+    (
+        "qwen3_5_text",
+        {"qwen35.ssm.inner_size": 100},
+        r"ssm\.inner_size is 100, but must be 192, the product of ssm\.sta",
+    ),
+    ("qwen3_5_text", {"qwen35.full_attention_interval": 0}, r"full_attention_interval is 0, but must be a whole numbe"),
+    ("qwen3_5_text", {"qwen35.ssm.state_size": None}, r"has no qwen35\.ssm\.state_size, which must be a whole number"),
+    (
+        "qwen3_5_text",
+        {"qwen35.attention.recurrent_layers": [True]},
+        r"recurrent_layers is array.*, but must be an arra",
+    ),
+    ("lfm2", {"lfm2.attention.head_count_kv": [0, 2, 0, 4]}, r"head_count_kv is array.*, but must be a whole number"),
+    ("lfm2", {"lfm2.attention.head_count_kv": 2}, r"head_count_kv is 2, but must be an array of 4 numbers"),
+    ("lfm2", {"lfm2.attention.sliding_window": 8}, r"sliding_window is 8, but must be 0: no other value is supported"),
+    ("lfm2", {"lfm2.attention.causal": False}, r"attention\.causal is False, but must be True: no other value is"),
     ("starcoder2", {"starcoder2.attention.sliding_window": 8}, r"sliding_window is 8, but must be 0: no other"),
 ]
 

@@ -14,6 +14,7 @@ from pagewire.kernels.weight import StoredFormat, StoredWeight
 from pagewire.network.checkpoint_files import CheckpointError
 from pagewire.network.gguf_files import open_gguf
 from worker_service.models.checkpoint import FLOATS, Piece, Tensors
+from worker_service.models.gguf_heads import HeadTiles
 from worker_service.models.gguf_names import GgufNames
 from worker_service.models.layouts.gguf import BLOCKS, decode_rows, is_finite
 
@@ -21,6 +22,7 @@ _IN_CONFIG = frozenset({"rope_freqs.weight", *ROPE_FACTORS.values()})  # tensors
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix with one row, which some files store as a vector
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _TURNED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
+_WITH_ONE = re.compile(r"(?<!\.ssm)_norm\.weight$")  # norms, except norms in delta nets
 _MAX_CHUNK = 1 << 20  # elements decoded at once; one row or head is always decoded whole
 _WORKING_BYTES = 16  # temporary bytes per element: the code and its group's parts, and two float32 values
 
@@ -62,6 +64,7 @@ class GgufCheckpoint(Tensors):
         self.names = frozenset(self._sources)
         self.formats = tuple(sorted({info.type_name for info in self._file.tensors.values()} - FLOATS.keys()))
         self._turned_rows = config["head_dim"] if self._architecture.pairs_neighbours else 0
+        self._tiles = HeadTiles.of(config) if self._architecture.has_tiled_heads else None
 
     def format(self, name: str, in_size: int) -> StoredFormat | None:
         """Return the format in which a weight with `in_size` inputs can be kept in memory as the file stores it. Return
@@ -69,7 +72,8 @@ class GgufCheckpoint(Tensors):
         layout = BLOCKS.get(self._type_name(name))
         if layout is None:
             return FLOATS.get(self._type_name(name))
-        return layout.format if in_size % layout.format.group_size == 0 else None
+        stored = layout.format if in_size % layout.format.group_size == 0 else None
+        return stored if self._tiles is None else self._tiles.format(self._sources[name].name, stored)
 
     def quantized(self, name: str, piece: Piece) -> StoredWeight:
         """Read a quantised weight, or the rows and columns that `piece` selects. The codes and scales are returned
@@ -132,17 +136,21 @@ class GgufCheckpoint(Tensors):
         unit = self._turned_rows if self._turned_rows and _TURNED.fullmatch(own_name) else 1
         num_rows = max(1, _MAX_CHUNK // row_size // unit) * unit
         first, stop, _ = index.indices(shape[0])
-        path = self._file.paths[info.part]
+        path, tiles = self._file.paths[info.part], self._tiles
+        if tiles is not None and (size := tiles.unit(own_name)):
+            num_rows = math.gcd(size, first)  # so that no chunk has rows of several heads
         try:
             with path.open("rb") as stream:
                 for start in range(first, stop, num_rows):
                     length = min(num_rows, stop - start)
-                    stream.seek(info.offset + (source.first_row + start) * row_bytes)
+                    row = start if tiles is None else tiles.stored_row(own_name, start)
+                    stream.seek(info.offset + (source.first_row + row) * row_bytes)
                     buffer = bytearray(length * row_bytes)
                     if stream.readinto(buffer) != len(buffer):
                         raise CheckpointError(f"tensor {own_name} cannot be read: {path} is truncated")
                     place = slice(start - first, start - first + length)
-                    yield place, self._decode(own_name, element_type, buffer, (length, *shape[1:]), unit)
+                    rows = self._decode(own_name, element_type, buffer, (length, *shape[1:]), unit)
+                    yield place, rows if tiles is None else tiles.with_columns(own_name, rows)
         except OSError as error:
             raise CheckpointError(f"tensor {own_name} cannot be read from {path}: {error}") from error
 
@@ -156,9 +164,8 @@ class GgufCheckpoint(Tensors):
                 torch.frombuffer(buffer, dtype=FLOATS[element_type.name].element).view(shape), head_dim
             )
             # The file stores 1 + w; adding 1 again later restores the stored value bit for bit.
-            return StoredWeight(
-                rows.float() - 1 if self._architecture.adds_one_to_norms and own_name.endswith("_norm.weight") else rows
-            )
+            adds_one = self._architecture.adds_one_to_norms and _WITH_ONE.search(own_name)
+            return StoredWeight(rows.float() - 1 if adds_one else rows)
         weight = decode_rows(element_type, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
         if not is_finite(weight):
             raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not finite")

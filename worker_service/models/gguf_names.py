@@ -1,7 +1,7 @@
 """The names of tensors in GGUF files, and the names that checkpoint directories use for the same tensors.
 
-The tables map GGUF names to names in checkpoint directories. A name that ends with ".weight" or ".bias" is a tensor's;
-other names are modules, which have a weight and perhaps a bias.
+The tables map GGUF names to names in checkpoint directories. A name that ends with ".weight", ".bias" or ".ssm_a" is a
+tensor's; other names are modules, which have a weight and perhaps a bias.
 """
 
 import re
@@ -55,6 +55,39 @@ _GPT_NEOX = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_DELTA_NET = {
+    **_SECOND_NORM,
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_LFM2 = {
+    **{own: usual for own, usual in _LLAMA.items() if own.startswith("attn_")},
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_OF_TENSORS = (".weight", ".bias", ".ssm_a")
 # Names outside of layers.
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # Names within a layer that an architecture has in addition to Llama's, or instead of them.
@@ -77,13 +110,8 @@ _PARTS: dict[str, dict[str, str]] = {
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
     },
-    "qwen2moe": {
-        **_EXPERTS,
-        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    },
+    "qwen2moe": {**_EXPERTS, **_SHARED_EXPERT},
+    "qwen35": _DELTA_NET,
     "glm4moe": {**_SECOND_NORM, **_GROUPED_EXPERTS},
     "dots1": _GROUPED_EXPERTS,
     "minimax-m2": {**_MIXTRAL, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
@@ -134,6 +162,7 @@ _OTHERS: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
             {**_GPT_NEOX, "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"},
         ),
     ),
+    "lfm2": ("model.layers", {**_OUTSIDE, "token_embd_norm": "model.embedding_norm"}, _LFM2),
     "gptneox": (
         "gpt_neox.layers",
         {
@@ -158,7 +187,7 @@ class GgufNames:
         self._own = {
             f"{usual}{kind}": f"{own}{kind}"
             for own, usual in {**outside, **inside}.items()
-            for kind in (("",) if own.endswith((".weight", ".bias")) else (".weight", ".bias"))
+            for kind in (("",) if own.endswith(_OF_TENSORS) else (".weight", ".bias"))
         }
         self._usual = {own: usual for usual, own in self._own.items()}
 

@@ -36,6 +36,10 @@ class Architecture:
     # The rows of query and key projections pair neighbours within a head; checkpoint directories pair halves.
     pairs_neighbours: bool = False
     has_rope_factors: bool = False  # LongRoPE factors are stored as tensors, for short and for long sequences
+    # Value heads of the gated delta rule are stored in the order in which ggml repeats key heads: head h uses key head
+    # h % num_key_heads. In checkpoint directories, the heads that use the same key head are adjacent.
+    has_tiled_heads: bool = False
+    skips_attention: bool = False  # layers without attention have 0 key-value heads
     rounds_yarn: bool = True  # round the bounds between which YaRN blends frequencies
 
 
@@ -94,17 +98,49 @@ def _gemma(large: int) -> Callable[[Metadata], dict[str, Any]]:
 
 
 def _glm4_moe(keys: Metadata) -> dict[str, Any]:
-    """Return the config.json settings for the layers of a GLM-4.5 model in a GGUF file. The file counts the layers for
-    multi-token prediction, too.
+    """Return the config.json settings for the layers of a GLM-4.5 model in a GGUF file."""
+    return {
+        **_predicting_layers(keys),
+        "first_k_dense_replace": keys.whole("leading_dense_block_count", 0),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.file.tensors,
+    }
+
+
+def _predicting_layers(keys: Metadata) -> dict[str, Any]:
+    """Return the numbers of layers of a model with layers for multi-token prediction, by their names in config.json.
+    The number of layers in the file includes these layers, which are the last ones.
     """
     num_further, num_layers = keys.whole("nextn_predict_layers", 0), keys.whole("block_count")
     if num_further >= num_layers:
         raise keys.error("nextn_predict_layers", f"less than the {num_layers} layers of the file")
+    return {"num_hidden_layers": num_layers - num_further, "num_nextn_predict_layers": num_further}
+
+
+def _delta_net(keys: Metadata) -> dict[str, Any]:
+    """Return the config.json settings for the layers of a model with gated delta nets: the sizes of their heads, and
+    which layers have attention instead. A file has a flag for each layer, which is true for a delta net, or the number
+    of layers of which the last has attention.
+    """
+    layers, interval = _predicting_layers(keys), keys.whole("full_attention_interval", 4)
+    size = keys.whole("ssm.state_size") * keys.whole("ssm.time_step_rank")
+    if keys.whole("ssm.inner_size") != size:
+        raise keys.error("ssm.inner_size", f"{size}, the product of ssm.state_size and ssm.time_step_rank")
+    if not interval:
+        raise keys.error("full_attention_interval", "a whole number from 1")
+    num_layers = layers["num_hidden_layers"]
+    flags = keys.numbers("attention.recurrent_layers", keys.whole("block_count"))
+    are_linear = flags or [(layer + 1) % interval for layer in range(num_layers)]
+    kinds = ["linear_attention" if each else "full_attention" for each in are_linear[:num_layers]]
+    return {**layers, "layer_types": kinds}
+
+
+def _lfm2(keys: Metadata) -> dict[str, Any]:
+    """Return the config.json settings for the layers of an LFM2 model: layers without key-value heads have a short
+    convolution instead of attention.
+    """
+    heads = keys.numbers("attention.head_count_kv", keys.whole("block_count")) or ()
     return {
-        "num_hidden_layers": num_layers - num_further,
-        "num_nextn_predict_layers": num_further,
-        "first_k_dense_replace": keys.whole("leading_dense_block_count", 0),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.file.tensors,
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
     }
 
 
@@ -123,6 +159,32 @@ def _mpt(keys: Metadata) -> dict[str, Any]:
     }
 
 
+_DELTA_NET: dict[str, Setting] = {
+    "linear_conv_kernel_dim": ("ssm.conv_kernel", int),
+    "linear_key_head_dim": ("ssm.state_size", int),
+    "linear_value_head_dim": ("ssm.state_size", int),
+    "linear_num_key_heads": ("ssm.group_count", int),
+    "linear_num_value_heads": ("ssm.time_step_rank", int),
+}
+_SHARED_EXPERT: dict[str, Setting] = {"shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int)}
+_SHORT_CONVOLUTION: dict[str, Setting] = {"conv_L_cache": ("shortconv.l_cache", int)}
+_QWEN35 = Architecture(
+    "Qwen3_5ForCausalLM",
+    _DELTA_NET,
+    more=_delta_net,
+    served=frozenset({"nextn_predict_layers"}),
+    adds_one_to_norms=True,
+    has_tiled_heads=True,
+    turns_a_part=True,
+)
+_LFM2 = Architecture(
+    "Lfm2ForCausalLM",
+    _SHORT_CONVOLUTION,
+    {"conv_bias": False, "block_auto_adjust_ff_dim": False},
+    _lfm2,
+    names={"norm_eps": "rms_norm_eps"},
+    skips_attention=True,
+)
 _QWEN3_MOE = Architecture("Qwen3MoeForCausalLM", _EXPERTS, {"norm_topk_prob": True})
 ARCHITECTURES = {
     "llama": Architecture(
@@ -162,10 +224,12 @@ ARCHITECTURES = {
     **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), _QWEN3_MOE),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
-        {**_EXPERTS, "shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int)},
+        {**_EXPERTS, **_SHARED_EXPERT},
         {"norm_topk_prob": False},
         names={"qkv_bias": "attention_bias"},
     ),
+    "qwen35": _QWEN35,
+    "lfm2": _LFM2,
     "gemma": Architecture("GemmaForCausalLM", constants={"hidden_act": "gelu_pytorch_tanh"}, adds_one_to_norms=True),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",

@@ -46,7 +46,10 @@ _INERT: dict[str, tuple[object, ...]] = {
 }
 _MAX_LAYERS = 1 << 12
 # In float32, whatever the dtype of the model.
-_EXACT = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias", "position_embd.weight")
+_EXACT = (
+    *(".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias", "position_embd.weight"),
+    *(".ssm_conv1d.weight", ".shortconv.conv.weight"),
+)
 # Sampling options with a different name in GGUF.
 _OTHER_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 _SAMPLING = {_OTHER_NAMES.get(name, name): name for name in CHECKPOINTS_OPTIONS}
@@ -69,7 +72,9 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": keys.whole("feed_forward_length"),
         "num_hidden_layers": keys.whole("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.whole("attention.head_count_kv", num_heads),
+        "num_key_value_heads": keys.whole(
+            "attention.head_count_kv", num_heads, ignores_zeros=architecture.skips_attention
+        ),
         "head_dim": head_dim,
         "vocab_size": _vocab_size(file),
         "max_position_embeddings": keys.whole("context_length"),

@@ -190,16 +190,19 @@ class Metadata:
             return GgufError(f"{self.file.path} has no {name}, which must be {expected}")
         return GgufError(f"{self.file.path}: {name} is {shown(value)}, but must be {expected}")
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def whole(self, key: str, default: int | None = None, *, ignores_zeros: bool = False) -> int:
         """Return a whole number, from 0. The file may have it for each layer, in an array, if all layers have the same
-        number."""
+        number, or, with `ignores_zeros`, all layers that do not have 0."""
+
+        def of_layers(value: Any) -> Any:
+            numbers = set(value) - ({0} if ignores_zeros else set()) if isinstance(value, array) else ()
+            return numbers.pop() if len(numbers) == 1 else value
 
         def is_legal(value: Any) -> bool:
-            first = value[0] if isinstance(value, array) and len(set(value)) == 1 else value
-            return type(first) is int and first >= 0
+            number = of_layers(value)
+            return type(number) is int and number >= 0
 
-        value = self._checked(key, default, is_legal, "a whole number from 0")
-        return value[0] if isinstance(value, array) else value
+        return of_layers(self._checked(key, default, is_legal, "a whole number from 0"))
 
     def number(self, key: str, default: float | None = None) -> float:
         return float(
