@@ -19,7 +19,7 @@ _DEFAULT_SWAP_SHARE = 10  # divisor: a tenth of the available memory
 # states, and other sequences may continue from the states that it has saved.
 _STATES_OF_SEQUENCE = 3
 _MAX_TOKENS_OF_SEQUENCE = 4096
-_MIN_STATES = 4
+_MIN_STATES = 12  # enough for a beam search with 5 beams
 _MIN_SHARE_OF_STATES = 16  # divisor: a sixteenth of the pool. If a state is small, many more can be cached.
 
 
@@ -115,7 +115,7 @@ class PoolSize:
 
         The rule: the pool has the states and the blocks of the same number of sequences. A sequence is assumed to need
         3 states and the blocks of 4,096 tokens, or of the maximum length if it is lower. But states get at least a
-        sixteenth of the pool. There are at least 4 states, and at most 4 for each sequence that may run and 4 more.
+        sixteenth of the pool. There are at least 12 states, and at most 4 for each sequence that may run and 4 more.
         """
         if not self.state_bytes:
             return 0
