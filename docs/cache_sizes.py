@@ -23,6 +23,11 @@ MODELS = {
     "gpt-oss-20b": "openai/gpt-oss-20b",
     "EXAONE 4 32B": "LGAI-EXAONE/EXAONE-4.0-32B",
     "OLMo 3 7B": "allenai/Olmo-3-7B-Instruct",
+    "Qwen3.5 27B": "Qwen/Qwen3.5-27B",
+    "Qwen3.5 35B-A3B": "Qwen/Qwen3.5-35B-A3B",
+    "Qwen3-Coder-Next": "Qwen/Qwen3-Coder-Next",
+    "LFM2 1.2B": "LiquidAI/LFM2-1.2B",
+    "LFM2 8B-A1B": "LiquidAI/LFM2-8B-A1B",
 }
 # Gemma 3 27B has the config.json of 4B with these sizes.
 CHANGES = {
@@ -36,10 +41,13 @@ CHANGES = {
 
 
 def sizes_table() -> str:
-    """Return a table with a row for each model: its layer groups, the bytes of a block, and the bytes of a sequence at
-    several lengths."""
+    """Return a table with a row for each model: its layer groups, the bytes of a block, the bytes of the blocks of a
+    sequence at several lengths, and the bytes of a state of a sequence."""
     lengths = " | ".join(f"{length:,} tokens" for length in LENGTHS)
-    rows = [f"| model | layers of the groups | block | {lengths} |", f"|---|---|---|{'---|' * len(LENGTHS)}"]
+    rows = [
+        f"| model | layers of the groups | block | {lengths} | state |",
+        f"|---|---|---|{'---|' * len(LENGTHS)}---|",
+    ]
     rows += [_row(name, _config(name)) for name in MODELS]
     return "\n".join(rows)
 
@@ -63,6 +71,7 @@ def _row(name: str, config: Mapping[str, Any]) -> str:
         num_bytes = blocks_of_sequence(windows, length, BLOCK_SIZE, 1) * shape.block_bytes
         whole = -(-length // BLOCK_SIZE) * one_group.block_bytes
         cells.append(f"{_mebibytes(num_bytes)} ({_mebibytes(whole)})" if length <= max_model_len else "–")
+    cells.append(f"{network.state_size * 4 >> 10:,} KiB" if network.state_size else "–")
     return f"| {name} | {_describe(groups)} | {shape.block_bytes >> 10:,} KiB | {' | '.join(cells)} |"
 
 

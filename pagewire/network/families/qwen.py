@@ -30,6 +30,7 @@ from pagewire.network.families.positions import (
 from pagewire.network.families.reading import (
     JsonObject,
     attention_biases,
+    expect,
     flag,
     non_negative,
     num_layers_of,
@@ -157,6 +158,7 @@ def _hybrid(text: TextConfig, mlp: Callable[[int, str], Iterator[Operation]], *,
     """Return a model of layers with gated attention and layers with a gated delta net. `mlp` yields the MLP operations
     of a layer, given its number and name. With `are_by_head`, the rows of a delta net are stored by key heads."""
     config, norm, delta_net = text.config, text.norm(adds_one=True), _read_delta_net(text)
+    expect(config, "attn_output_gate", True)
     interval = positive(config, "full_attention_interval", 4)
     default = [_LINEAR if (layer + 1) % interval else FULL for layer in range(text.num_layers)]
     kinds = read_layer_types(config, default, (_LINEAR, FULL), FULL)
