@@ -25,6 +25,8 @@ TESTS = (
     "tests/kernels/test_cpu_kernels.py::test_every_float8_is_widened_exactly",
     "tests/kernels/test_cpu_kernels.py::test_portable_conversions_are_those_of_torch",
     "tests/kernels/test_cpu_decoder.py",
+    "tests/kernels/test_cpu_states.py::test_convolutions_equal_the_reference",
+    "tests/kernels/test_cpu_states.py::test_delta_rules_equal_the_reference",
     "tests/kernels/test_cpu_attention_bits.py::test_a_last_query_alone_beside_many_and_in_its_prompt",
     "tests/kernels/test_cpu_aarch64.py",
 )

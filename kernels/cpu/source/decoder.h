@@ -257,13 +257,9 @@ static NOINLINE void xielu_token(const float* parameters, const float* input, fl
   const floats beta = splat(parameters[2]), eps = splat(parameters[3]);
   const floats positive = splat(softplus(parameters[0])), negative = beta + splat(softplus(parameters[1]));
   for (int64_t i = 0; i < size; i += LANES) {
-    float part[LANES] = {0};
-    const int64_t num = size - i < LANES ? size - i : LANES;
-    memcpy(part, input + i, sizeof(float) * (size_t)num);
-    const floats x = load_float(part);
+    const floats x = load_some(input + i, size - i);
     const floats curved = choose(x > splat(0.0f), positive * x * x, negative * exponential_less_tangent(x, eps));
-    store_float(part, curved + beta * x);
-    memcpy(output + i, part, sizeof(float) * (size_t)num);
+    store_some(output + i, curved + beta * x, size - i);
   }
 }
 
@@ -278,13 +274,10 @@ static NOINLINE void activate_token(const operation* o, const float* input, floa
     return;
   }
   for (int64_t i = 0; i < size; i += LANES) {
-    float part[LANES] = {0}, up[LANES] = {0};
-    const int64_t num = size - i < LANES ? size - i : LANES;
-    memcpy(part, input + i, sizeof(float) * (size_t)num);
-    if (o->is_gated) memcpy(up, input + size + i, sizeof(float) * (size_t)num);
-    const floats values = load_float(part);
-    store_float(part, o->is_gated ? gated(o, values, load_float(up)) : activated(values, o->function));
-    memcpy(output + i, part, sizeof(float) * (size_t)num);
+    const int64_t num = size - i;
+    const floats values = load_some(input + i, num);
+    store_some(output + i, o->is_gated ? gated(o, values, load_some(input + size + i, num)) : activated(values, o->function),
+               num);
   }
 }
 
@@ -296,12 +289,8 @@ static NOINLINE void gate_token(const float* input, const float* gates, int64_t 
     return;
   }
   for (int64_t i = 0; i < size; i += LANES) {
-    float part[LANES] = {0}, gate[LANES] = {0};
-    const int64_t num = size - i < LANES ? size - i : LANES;
-    memcpy(part, input + i, sizeof(float) * (size_t)num);
-    memcpy(gate, gates + i, sizeof(float) * (size_t)num);
-    store_float(part, load_float(part) / (splat(1.0f) + exponential(-load_float(gate))));
-    memcpy(output + i, part, sizeof(float) * (size_t)num);
+    const floats gate = load_some(gates + i, size - i);
+    store_some(output + i, load_some(input + i, size - i) / (splat(1.0f) + exponential(-gate)), size - i);
   }
 }
 
@@ -468,13 +457,9 @@ INLINE int shapes_logits(const operation* o) { return o->factor != 1.0f || o->so
 
 static NOINLINE void shape_logits(const operation* o, const float* raw, float* logits, int64_t size) {
   for (int64_t i = 0; i < size; i += LANES) {
-    float part[LANES] = {0};
-    const int64_t num = size - i < LANES ? size - i : LANES;
-    memcpy(part, raw + i, sizeof(float) * (size_t)num);
-    floats values = load_float(part) * splat(o->factor);
+    floats values = load_some(raw + i, size - i) * splat(o->factor);
     if (o->softcap != 0.0f) values = splat(o->softcap) * hyperbolic_tangent(values / splat(o->softcap));
-    store_float(part, values);
-    memcpy(logits + i, part, sizeof(float) * (size_t)num);
+    store_some(logits + i, values, size - i);
   }
 }
 
