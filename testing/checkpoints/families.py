@@ -58,6 +58,8 @@ FAMILIES = (
     "qwen3_5_moe_text",
     "qwen3_next",
 )
+# The families whose layers have states. They run on CPUs only.
+WITH_STATES = ("lfm2", "qwen3_5_text", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next")
 
 DECODER = {
     "vocab_size": 151,

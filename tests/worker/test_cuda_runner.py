@@ -54,7 +54,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.scheduler_options import SchedulerOptions
-from testing.checkpoints.families import FAMILIES, make_checkpoint
+from testing.checkpoints.families import FAMILIES, WITH_STATES, make_checkpoint
 from testing.models import load_model
 from testing.plans import GREEDY, Row, plan_steps
 from testing.seeds import seeded
@@ -379,6 +379,7 @@ WITH_ALL_HISTORIES = ("qwen3", "gemma3_text", "gpt_oss")
     [
         (family, *history)
         for family in FAMILIES
+        if family not in WITH_STATES
         for history in (HISTORIES if family in WITH_ALL_HISTORIES else HISTORIES[-1:])
     ],
 )

@@ -1,5 +1,6 @@
 """The runner on models with states: the same bits for any chunks, company, saves, forks, late rows and moves."""
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,12 +23,14 @@ from pagewire.common.wire.messages import (
     StepPlan,
     StepResult,
 )
+from pagewire.network.source import load_config
 from testing.checkpoints.families import make_checkpoint
 from testing.kernels.compiler import skip_without_compiler
 from testing.seeds import seeded
 from tests.worker.late_queue import LateQueue
 from tests.worker.runners import load
 from worker_service.engine import LoadedWorker
+from worker_service.startup.loader import check_states
 
 STORYTELLER = Path("models/storyteller")
 VOCAB_SIZE = 1024
@@ -63,6 +66,21 @@ def plain_worker(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     worker = load(checkpoint)
     yield worker
     worker.close()
+
+
+def test_a_worker_reports_its_states(checkpoint: Path, worker: LoadedWorker) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert worker.ready.num_state_layers == sum(kind != "full_attention" for kind in config["layer_types"])
+    assert worker.ready.state_bytes == 4 * load_config(checkpoint).state_size > 0
+    cache = worker.runner._cache
+    assert worker.ready.num_device_states == len(cache.states) - 1 >= 9
+    assert worker.ready.num_host_states >= 4
+    assert [group.num_layers for group in worker.ready.layer_groups] == [config["layer_types"].count("full_attention")]
+
+
+def test_a_gpu_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"--device is cuda, but models with a state, such as this \w+, run on CPUs"):
+        check_states(load_config(checkpoint), torch.device("cuda"))
 
 
 class Driver:

@@ -11,7 +11,7 @@ DEVICE = choose_device()
 
 from pagewire.kernels.triton import experts  # noqa: E402
 from pagewire.network.expert_routing import ExpertRouting  # noqa: E402
-from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, make_checkpoint  # noqa: E402
+from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, WITH_STATES, make_checkpoint  # noqa: E402
 from testing.checkpoints.mixed_heads import make_mixed_checkpoint  # noqa: E402
 from testing.checkpoints.packed import fp8, gptq, make_quantized  # noqa: E402
 from testing.models import load_model  # noqa: E402
@@ -42,7 +42,7 @@ def attend_heads(operations, attend, layer, heads, preparation):
     ("family", "backend"),
     [
         *(("llama", "triton"), ("qwen2", "triton"), ("gpt2", "triton"), ("qwen3", "torch")),
-        *((family, "triton") for family in FAMILIES[len(FIRST_FAMILIES) :]),
+        *((family, "triton") for family in FAMILIES[len(FIRST_FAMILIES) :] if family not in WITH_STATES),
         ("gemma2", "torch"),
     ],
 )
