@@ -14,6 +14,7 @@ from pagewire.network.operations import Projection, Share, Vector
 from pagewire.network.rewrites import rewrite, with_ropes
 
 _FREQUENCIES = "rope_freqs.weight"
+_WITH_GATES = "qkvz"  # the end of the name of a projection for queries, keys, values and gates
 
 
 def open_gguf(path: Path) -> GgufFile:
@@ -52,7 +53,11 @@ def load_gguf_config(path: Path) -> Network:
 
 def _as_in_gguf(projection: Projection) -> Projection:
     """Return a projection as GGUF files store it: no weight is transposed, and the rows of all queries come first, then
-    those of all keys and of all values."""
+    those of all keys and of all values. The gates of a delta net are in a module of their own."""
+    first = projection.parts[0]
+    if first.name.endswith(_WITH_GATES):
+        name = f"{first.name.removesuffix(_WITH_GATES)}{'z' if len(projection.parts) == 1 else 'qkv'}"
+        return replace(projection, parts=tuple(parts_of([name], [part.rows for part in projection.parts])))
     unit, rows = projection.stored.unit, projection.parts[0].rows
     if not unit:
         return replace(projection, is_transposed=False)

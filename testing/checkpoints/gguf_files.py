@@ -54,7 +54,10 @@ ARCHITECTURES = {
     "BloomForCausalLM": _ARCH.BLOOM,
     "MptForCausalLM": _ARCH.MPT,
     "Lfm2ForCausalLM": _ARCH.LFM2,
+    "Lfm2MoeForCausalLM": _ARCH.LFM2MOE,
     "Qwen3_5ForCausalLM": _ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": _ARCH.QWEN35MOE,
+    "Qwen3NextForCausalLM": _ARCH.QWEN3NEXT,
 }
 _LFM2 = (_ARCH.LFM2, _ARCH.LFM2MOE)
 _LENGTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")  # files of LFM2 lack these keys

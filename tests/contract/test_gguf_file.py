@@ -256,7 +256,8 @@ DELTA_NET_SETTINGS = {
 }  # fmt: skip
 LFM2 = {"shortconv.l_cache": 3, "attention.head_count_kv": array("i", [0, 4])}
 LFM2_SETTINGS = {
-    "conv_L_cache": 3, "conv_bias": False, "layer_types": ["conv", FULL], "norm_eps": 1e-6,
+    "conv_L_cache": 3, "conv_bias": False, "layer_types": ["conv", FULL], "norm_eps": 1e-6, "use_expert_bias": False,
+    "num_dense_layers": 0,
 }  # fmt: skip
 
 
@@ -323,7 +324,20 @@ LFM2_SETTINGS = {
             DELTA_NET | {"full_attention_interval": 2, "block_count": 3, "nextn_predict_layers": 1},
             DELTA_NET_SETTINGS | {"num_nextn_predict_layers": 1, "layer_types": ["linear_attention", FULL]},
         ),
+        (
+            "qwen3next",
+            DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 64},
+            DELTA_NET_SETTINGS
+            | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+            | {"shared_expert_intermediate_size": 64},
+        ),
         ("lfm2", LFM2, LFM2_SETTINGS | {"block_auto_adjust_ff_dim": False}),
+        (
+            "lfm2moe",
+            LFM2 | EXPERTS | {"expert_gating_func": 2},
+            LFM2_SETTINGS
+            | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        ),
     ],
 )
 def test_what_a_file_leaves_out_is_as_in_llama_cpp(architecture: str, keys: Any, told: dict[str, Any]) -> None:

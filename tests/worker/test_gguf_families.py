@@ -24,7 +24,8 @@ from worker_service.models.gguf_checkpoint import GgufCheckpoint
 ARCH = gguf.MODEL_ARCH
 OPTIONS = {"dtype": torch.float32, "device": torch.device("cpu")}
 SCALED = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 32.0, "original_max_position_embeddings": 32}
-DELTA_NETS = ("qwen3_5_text",)
+DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+HEADS_OF_32 = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 # Settings that files do not contain, because all published models share them.
 USUAL: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": {**SCALED, "mscale": 1.0, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.3}},
@@ -34,7 +35,10 @@ USUAL: dict[str, dict[str, Any]] = {
     "dots1": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16},
-    **{family: {"linear_key_head_dim": 32, "linear_value_head_dim": 32} for family in DELTA_NETS},
+    "lfm2_moe": {"routed_scaling_factor": 1.0},
+    "qwen3_5_text": HEADS_OF_32,
+    "qwen3_5_moe_text": HEADS_OF_32,
+    "qwen3_next": {**HEADS_OF_32, "mlp_only_layers": []},
 }
 # The families that differ most in their names, in the order of rows and in their settings.
 FIRST = ("gpt_neox", "mpt", "glm4_moe", "lfm2", "qwen3_5_text")
@@ -53,7 +57,7 @@ OTHERS = (
     ),
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "gpt_oss"),
     *("olmo", "olmo2", "olmo3", "olmoe", "exaone4", "glm", "glm4", "dots1", "minimax_m2", "cohere", "cohere2"),
-    *("stablelm", "starcoder2", "falcon", "gpt2", "bloom"),
+    *("stablelm", "starcoder2", "falcon", "gpt2", "bloom", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next"),
 )
 
 
@@ -117,6 +121,7 @@ def test_the_tests_know_every_architecture() -> None:
         ("ernie4_5", {"use_bias": True}),
         ("starcoder2", {"use_bias": False}),
         ("lfm2", {"tie_word_embeddings": False, "conv_L_cache": 5}),
+        ("lfm2_moe", {"use_expert_bias": False}),
         ("qwen3_5_text", {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "tie_word_embeddings": True}),
         ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}),
         *((family, {"tie_word_embeddings": True}) for family in ("gpt2", "bloom", "cohere", "llama", "smollm3")),
@@ -132,7 +137,7 @@ def test_settings_of_a_family_are_kept(tmp_path: Path, family: str, changes: dic
     "family",
     thorough(
         *("bloom", "gpt_neox", "gpt2", "granite", "qwen2_moe", "glm4_moe", "mixtral"),
-        *("lfm2", *DELTA_NETS),
+        *("lfm2", "lfm2_moe", *DELTA_NETS),
     ),
 )
 def test_quantised_rows_are_in_the_same_order(tmp_path: Path, family: str) -> None:
@@ -270,6 +275,12 @@ REFUSED = [
     ("lfm2", {"lfm2.attention.head_count_kv": 2}, r"head_count_kv is 2, but must be an array of 4 numbers"),
     ("lfm2", {"lfm2.attention.sliding_window": 8}, r"sliding_window is 8, but must be 0: no other value is supported"),
     ("lfm2", {"lfm2.attention.causal": False}, r"attention\.causal is False, but must be True: no other value is"),
+    (
+        "lfm2_moe",
+        {"lfm2moe.expert_weights_scale": 1.5},
+        r"expert_weights_scale is 1\.5, but must be 1\.0: no other value",
+    ),
+    ("lfm2_moe", {"lfm2moe.expert_gating_func": 1}, r"expert_gating_func is 1, but must be 2: no other value is supp"),
     ("starcoder2", {"starcoder2.attention.sliding_window": 8}, r"sliding_window is 8, but must be 0: no other"),
 ]
 

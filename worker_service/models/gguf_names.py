@@ -67,12 +67,14 @@ _DELTA_NET = {
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.A_log",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_DELTA_NET_MOE = {**_DELTA_NET, **_EXPERTS, **_SHARED_EXPERT}
 _LFM2 = {
     **{own: usual for own, usual in _LLAMA.items() if own.startswith("attn_")},
     "attn_norm": "operator_norm",
@@ -86,6 +88,11 @@ _LFM2 = {
     "ffn_gate": "feed_forward.w1",
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    "ffn_gate_exps": "feed_forward.experts.{expert}.w1",
+    "ffn_up_exps": "feed_forward.experts.{expert}.w3",
+    "ffn_down_exps": "feed_forward.experts.{expert}.w2",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
 }
 _OF_TENSORS = (".weight", ".bias", ".ssm_a")
 # Names outside of layers.
@@ -112,6 +119,7 @@ _PARTS: dict[str, dict[str, str]] = {
     },
     "qwen2moe": {**_EXPERTS, **_SHARED_EXPERT},
     "qwen35": _DELTA_NET,
+    **dict.fromkeys(("qwen35moe", "qwen3next"), _DELTA_NET_MOE),
     "glm4moe": {**_SECOND_NORM, **_GROUPED_EXPERTS},
     "dots1": _GROUPED_EXPERTS,
     "minimax-m2": {**_MIXTRAL, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
@@ -162,7 +170,9 @@ _OTHERS: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
             {**_GPT_NEOX, "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"},
         ),
     ),
-    "lfm2": ("model.layers", {**_OUTSIDE, "token_embd_norm": "model.embedding_norm"}, _LFM2),
+    **dict.fromkeys(
+        ("lfm2", "lfm2moe"), ("model.layers", {**_OUTSIDE, "token_embd_norm": "model.embedding_norm"}, _LFM2)
+    ),
     "gptneox": (
         "gpt_neox.layers",
         {

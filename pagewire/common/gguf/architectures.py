@@ -1,7 +1,7 @@
 """The supported architectures of GGUF files: their names in config.json, and the settings specific to each."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagewire.common.gguf.file import GgufError, GgufFile, Metadata
@@ -39,6 +39,7 @@ class Architecture:
     # Value heads of the gated delta rule are stored in the order in which ggml repeats key heads: head h uses key head
     # h % num_key_heads. In checkpoint directories, the heads that use the same key head are adjacent.
     has_tiled_heads: bool = False
+    is_sparse: bool = False  # all layers have experts: the file may lack the length of dense MLPs
     skips_attention: bool = False  # layers without attention have 0 key-value heads
     rounds_yarn: bool = True  # round the bounds between which YaRN blends frequencies
 
@@ -141,6 +142,8 @@ def _lfm2(keys: Metadata) -> dict[str, Any]:
     heads = keys.numbers("attention.head_count_kv", keys.whole("block_count")) or ()
     return {
         "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "num_dense_layers": keys.whole("leading_dense_block_count", 0),
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in keys.file.tensors),
     }
 
 
@@ -176,6 +179,12 @@ _QWEN35 = Architecture(
     adds_one_to_norms=True,
     has_tiled_heads=True,
     turns_a_part=True,
+)
+_QWEN35_MOE = replace(
+    _QWEN35,
+    in_config="Qwen3_5MoeForCausalLM",
+    settings={**_DELTA_NET, **_EXPERTS, **_SHARED_EXPERT},
+    is_sparse=True,
 )
 _LFM2 = Architecture(
     "Lfm2ForCausalLM",
@@ -229,7 +238,19 @@ ARCHITECTURES = {
         names={"qkv_bias": "attention_bias"},
     ),
     "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35_MOE,
+    "qwen3next": replace(
+        _QWEN35_MOE, in_config="Qwen3NextForCausalLM", constants={"norm_topk_prob": True}, has_tiled_heads=False
+    ),
     "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        in_config="Lfm2MoeForCausalLM",
+        settings={**_SHORT_CONVOLUTION, **_EXPERTS},
+        constants={"conv_bias": False, "norm_topk_prob": True},
+        served=frozenset({"leading_dense_block_count"}),
+        expected=_SIGMOID,
+    ),
     "gemma": Architecture("GemmaForCausalLM", constants={"hidden_act": "gelu_pytorch_tanh"}, adds_one_to_norms=True),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",

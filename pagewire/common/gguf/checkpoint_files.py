@@ -69,7 +69,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "architectures": [architecture.in_config],
         "model_type": name,
         "hidden_size": hidden_size,
-        "intermediate_size": keys.whole("feed_forward_length"),
+        "intermediate_size": keys.whole("feed_forward_length", 0 if architecture.is_sparse else None),
         "num_hidden_layers": keys.whole("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.whole(
