@@ -62,7 +62,7 @@ PRE_TOKENIZERS = {
     "default": PreTokenizer(_DEFAULT),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"), PreTokenizer((_GPT2,))),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"),
         PreTokenizer((_LLAMA3,), takes_whole_words=True, adds_bos=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
