@@ -107,8 +107,8 @@ MUTANTS = (
     mutant(
         "a hit takes a layer group whose window is incomplete",
         "_end_before_gap",
-        "self.num_passed(group, num_blocks) - 1",
-        "num_blocks - 2",
+        "self.num_passed(group, num_blocks)",
+        "num_blocks - 1",
     ),
     mutant("a hit takes what one layer group has", "num_usable", "min(ends, default=num_usable)", "num_usable"),
     mutant(
@@ -187,7 +187,7 @@ MUTANTS = (
         "a block is published as another layer group's content",
         (
             Patch("CacheManager.publish", "tables[0].blocks[i]", "tables[-1].blocks[i]"),
-            Patch("CacheManager.publish", "tables[content.group].blocks[i]", "tables[-1 - content.group].blocks[i]"),
+            Patch("CacheManager.publish", "table.blocks[i]", "tables[-1 - content.group].blocks[i]"),
         ),
     ),
     mutant(
@@ -213,6 +213,146 @@ MUTANTS = (
         "is_changed_by",
         "self.windows.num_passed(content.group, known) < depth <= known",
         "depth == known",
+    ),
+    # States of sequences
+    mutant("a state that a late row did not save is cached", "process", "worker.void_saves(dispatch, sample.row)", ""),
+    mutant(
+        "a state is cached before the result of its plan",
+        "WorkerState.dispatch",
+        "tuple(save for _, save in builder.saves)",
+        "tuple(self.cache.states.confirm(save) for _, save in builder.saves)[:0]",
+    ),
+    mutant(
+        "a state is cached after another block",
+        "save_prompt",
+        "num_published * size > position",
+        "num_published * size > position + size",
+    ),
+    mutant(
+        "a state of a decoding row is cached after another block",
+        "StatePool.confirm",
+        "save.position // self._block_size - 1",
+        "save.position // self._block_size",
+    ),
+    mutant(
+        "a state is cached at a block that is not cached any more",
+        "StatePool.confirm",
+        "node is None or not node.is_cached",
+        "node is None",
+    ),
+    mutant(
+        "a fork writes the states of its parent",
+        "branch",
+        "beam_group.new_states.append((rows[beam].slot, *states))",
+        "",
+    ),
+    mutant(
+        "a hit takes blocks without the state after them",
+        "Windows.num_usable",
+        "range(self.num_spine, len(self.of_groups))",
+        "range(self.num_spine, len(self.of_groups) - (self.of_groups[-1] == _STATE_WINDOW))",
+    ),
+    mutant(
+        "a state is forgotten in a swap",
+        "swap_out",
+        "allocation.states.own and allocation.num_computed_tokens",
+        "False",
+    ),
+    mutant(
+        "a swapped state is not loaded",
+        "swap_in",
+        "self.moves.add(Move(step, states.own[0], states.host, False, None))",
+        "",
+    ),
+    mutant(
+        "rows with two states are swapped",
+        "can_swap",
+        "all(len(allocation.states.own) == 1 for allocation in allocations)",
+        "True",
+    ),
+    mutant("a state is free while a row reads it", "_hold_source", "self._pool.share(state)", ""),
+    mutant(
+        "a state that a row reads is written in the same plan",
+        "_plan_states",
+        "self.read_states.append(allocation.states.source)",
+        "self.cache.states.read([allocation.states.source])",
+    ),
+    mutant(
+        "a new row starts with what the last owner of its state left",
+        "_opening",
+        "row.allocation.num_computed_tokens and states.own",
+        "states.own",
+    ),
+    mutant(
+        "a state outlives its worker",
+        "_begin",
+        "sequence.begin_epoch(self._new_allocation(group.request, sequence.token_ids))",
+        "states = sequence.allocation.states\n"
+        "sequence.begin_epoch(self._new_allocation(group.request, sequence.token_ids))\n"
+        "sequence.allocation.states = states",
+    ),
+    mutant(
+        "the states of a sequence that ended are lost",
+        "CacheManager.release",
+        "self.tiers.release_states(allocation)",
+        "",
+    ),
+    mutant("a host state is lost", "CacheManager.release", "self.tiers.release_host_state(allocation)", ""),
+    mutant("a request is admitted without its states", "has_room", "num_needed <= self._pool.num_free", "True"),
+    mutant(
+        "an admission does not count the state of its hit",
+        "has_room",
+        "num_needed += not states or self._pool.ref_count(states[0]) == 0",
+        "pass",
+    ),
+    mutant(
+        "a state that a row reads is put first in the eviction order",
+        "StatePool.confirm",
+        "self._pool.ref_count(previous.blocks[0]) == 0",
+        "True",
+    ),
+    mutant(
+        "a sample starts without the state of its prompt",
+        "num_forked_tokens",
+        "sequence.num_prompt_tokens - 1 if relative.allocation.states.fork else 0",
+        "sequence.num_prompt_tokens - 1",
+    ),
+    mutant(
+        "a sample reads a state of another position",
+        "save_fork",
+        "len(allocation.request.prompt_token_ids) - 1",
+        "len(allocation.request.prompt_token_ids)",
+    ),
+    mutant(
+        "a sample starts in the plan that saves the state of its prompt",
+        "_plan_states",
+        "allocation.may_be_forked(self.step + 1)",
+        "",
+    ),
+    mutant("a row that may be late has one state", "_num_own", "is_gated or request.grammar is not None", "is_gated"),
+    mutant(
+        "a row does not start with the state that was loaded for it",
+        "open",
+        "allocation.states.source = blocks[state]",
+        "pass",
+    ),
+    mutant(
+        "a state is moved to a block",
+        "allocate_for",
+        "self.allocate_state() if content.is_state else self.allocate()",
+        "self.allocate()",
+    ),
+    mutant(
+        "a reused state is still found by its old content",
+        "allocate_state",
+        "self._contents[state] is not None",
+        "False",
+    ),
+    mutant(
+        "a beam that ends takes its states along",
+        "branch",
+        "self.cache.release(sequence.allocation, keeps_states=True)",
+        "self.cache.release(sequence.allocation)",
     ),
     # The prefix cache
     mutant(
@@ -270,8 +410,9 @@ MUTANTS = (
         (
             Patch(
                 "add",
-                "self._device.pool.share(move.device_block)",
-                "(not move.is_out or move.content is not None) and self._device.pool.share(move.device_block)",
+                "self._device.pool_of(move.device_block).share(move.device_block)",
+                "(not move.is_out or move.content is not None) and "
+                "self._device.pool_of(move.device_block).share(move.device_block)",
             ),
             Patch(
                 "acknowledge",
@@ -286,8 +427,8 @@ MUTANTS = (
         (
             Patch(
                 "add",
-                "self._host.pool.share(move.host_block)",
-                "move.is_out and self._host.pool.share(move.host_block)",
+                "self._host.pool_of(move.host_block).share(move.host_block)",
+                "move.is_out and self._host.pool_of(move.host_block).share(move.host_block)",
             ),
             Patch(
                 "acknowledge",
@@ -316,21 +457,21 @@ MUTANTS = (
     ),
     mutant(
         "a demoted block is on the host before it was copied",
-        "demote",
+        "_demote",
         "self.host.free(host_block)",
-        "self.index.add_host_copy(node, host_block)\nself.host.free(host_block)",
+        "self.index.add_host_copy(content, host_block)\nself.host.free(host_block)",
     ),
     mutant(
         "what is loaded ahead is found while the block's earlier content still is",
-        "promote",
-        "self.device.allocate()",
-        "self.pool.allocate()",
+        "_promote",
+        "self.device.allocate_for(content)",
+        "pool.allocate()",
     ),
     mutant(
         "what is loaded ahead is found before it has come",
-        "promote",
+        "_promote",
         "self.device.free(block)",
-        "self.device.free(block)\nself.index.add_copy(node, block)",
+        "self.device.free(block)\nself.index.add_copy(content, block)",
     ),
     mutant("a cursor stays on content that is lost", "_record_loss", "self.cursors.move_back(node)", ""),
     mutant(

@@ -103,7 +103,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     least_depth = 1
     if capacity.num_device_states:
         # A row that is late twice does not reach a position that a third plan wants to save.
-        least_depth = 3 if states.random() < 0.2 else 1
+        least_depth = 3 if states.random() < (0.5 if has_grammars else 0.1) else 1
         arrivals = tuple(_within_states(states, arrival, capacity, has_grammars) for arrival in arrivals)
     if any(capacity.windows) and lengths.random() < 0.6:
         arrivals = tuple(_lengthened(lengths, arrival, capacity.max_model_len) for arrival in arrivals)

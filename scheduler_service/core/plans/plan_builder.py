@@ -388,7 +388,9 @@ class PlanBuilder:
         if group.beam is not None and start >= row.sequence.num_prompt_tokens:
             return
         if group.beam is None and group.rowless_sequences:
-            self.saves += [(row.slot, save) for save in states.save_fork(allocation, start, end)]
+            for save in states.save_fork(allocation, start, end):
+                self.saves.append((row.slot, save))
+                allocation.may_be_forked(self.step + 1)  # also if the row computes the end of its prompt again
         self.saves += [(row.slot, save) for save in states.save_prompt(allocation, start, end)]
 
     def add_beam_changes(self, beam_group: BeamGroup) -> None:
