@@ -87,11 +87,14 @@ async def lost(ranks: Ranks) -> str:
 
 
 async def test_the_capacity_is_what_all_ranks_have() -> None:
-    first = rank(0, num_device_blocks=90, num_host_blocks=8, swap_bandwidth=2e9, max_model_len=200)
-    async with linked(first, rank(1, num_host_blocks=6)) as ranks:
+    states = {"num_device_states": 9, "num_host_states": 5, "state_bytes": 64, "num_state_layers": 2}
+    first = rank(0, num_device_blocks=90, num_host_blocks=8, swap_bandwidth=2e9, max_model_len=200, **states)
+    second = rank(1, num_host_blocks=6, **(states | {"num_device_states": 7, "num_host_states": 8}))
+    async with linked(first, second) as ranks:
         capacity, _ = await joined(ranks)
         assert (capacity.num_device_blocks, capacity.num_host_blocks, capacity.max_model_len) == (90, 6, 200)
         assert (capacity.swap_bandwidth, capacity.tensor_parallel_size) == (1e9, 2)
+        assert (capacity.num_device_states, capacity.num_host_states) == (7, 5)
         assert ranks.workers[0].epochs == ranks.workers[1].epochs
 
 
