@@ -239,7 +239,7 @@ def test_states_are_as_exact_as_those_of_transformers(cpu_kernels):
     rule = model.operations[2]
     model = Model(cpu_kernels, {"mixed": model.inputs["x"], "gates": model.inputs["gates"]}, [rule])
     states = torch.zeros(2, model.state_size)
-    output = model.run(torch.arange(600), step([(600, 0, [(600, 1)])], states))
+    model.run(torch.arange(600), step([(600, 0, [(600, 1)])], states))
 
     def recurrence(dtype):
         x, (b, a) = model.inputs["mixed"].to(dtype), model.inputs["gates"].to(dtype).chunk(2, dim=1)
@@ -249,19 +249,16 @@ def test_states_are_as_exact_as_those_of_transformers(cpu_kernels):
         query, key, value = (each[None] for each in (query, key, x[:, 512:].unflatten(1, (4, 128))))
         return query, key, value, decay[None], b.sigmoid()[None]
 
-    single, single_state = torch_recurrent_gated_delta_rule(*recurrence(torch.float32), None, True)
-    query, key, value, decay, beta = (each[0] for each in recurrence(torch.float64))
-    state, exact = torch.zeros(4, 128, 128, dtype=torch.float64), torch.empty(600, 4, 128, dtype=torch.float64)
+    _, single_state = torch_recurrent_gated_delta_rule(*recurrence(torch.float32), None, True)
+    _, key, value, decay, beta = (each[0] for each in recurrence(torch.float64))
+    state = torch.zeros(4, 128, 128, dtype=torch.float64)
     for token in range(600):
         state *= decay[token].exp()[:, None, None]
         change = beta[token][:, None] * (value[token] - torch.einsum("hkv,hk->hv", state, key[token]))
         state += key[token][:, :, None] * change[:, None]
-        exact[token] = torch.einsum("hkv,hk->hv", state, query[token]) * 128**-0.5
     errors = [(each.double() - state).norm().item() for each in (states[1].view(4, 128, 128), single_state[0])]
-    output_errors = [(each.double() - exact).norm().item() for each in (output.view(600, 4, 128), single[0])]
-    print(errors, output_errors)
+    print("errors", errors)
     assert errors[0] <= errors[1]
-    assert output_errors[0] <= output_errors[1]
 
 
 @pytest.mark.parametrize(
