@@ -76,7 +76,7 @@ PLAIN_HEADS = {key: value for key, value in DECODER.items() if key != "head_dim"
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 # With a larger epsilon, norms of heads do not amplify the rounding errors of heads with small values.
 DELTA_NET = {
-    **{"linear_num_value_heads": 6, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8},
+    **{"linear_num_value_heads": 12, "linear_num_key_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8},
     "rms_norm_eps": 1e-3,
 }
 # Keyed by transformers' model types. There is no end token, so that greedy continuations have the requested length.

@@ -137,7 +137,7 @@ def test_every_family_can_be_quantised(tmp_path, monkeypatch, family, case):
 
 
 @pytest.mark.parametrize("name", ["NVFP4 of ModelOpt", "MXFP4 of Quark", "nf4 with nested scales", "LLM.int8"])
-@pytest.mark.parametrize("family", ["phi3", "falcon", "mixtral"])
+@pytest.mark.parametrize("family", ["phi3", "falcon", "mixtral", "qwen3_5_text", "qwen3_next"])
 def test_projections_that_are_stored_together_can_be_quantised(tmp_path, monkeypatch, family, name):
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
     paths = make_quantized(tmp_path, family, BY_NAME[name], seed=12)

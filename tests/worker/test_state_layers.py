@@ -14,7 +14,7 @@ from pagewire.network.unused_tensors import describe_parts
 from testing.checkpoints.families import make_checkpoint
 from testing.models import load_model
 from testing.seeds import seeded
-from testing.worker.model_logits import CPU, create_attention, edited, host_operations, use_kernels
+from testing.worker.model_logits import CPU, create_attention, edited, host_operations, packed_products, use_kernels
 from testing.worker.state_rows import new_states, state_rows
 from worker_service.attention import AttentionBatch
 from worker_service.host.cpu_decoder import host_model
@@ -137,6 +137,30 @@ def test_ranks_share_the_state(tmp_path, family, overrides):
         network.of_rank(0, 3)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_5_text", "qwen3_next"])
+def test_projections_are_quantised_while_loading(tmp_path, monkeypatch, family, bits):
+    """Each row of a projection is quantised by itself, also if the checkpoint stores other rows in between."""
+    use_kernels(monkeypatch, "require")
+    path, operations = make_checkpoint(tmp_path, family, seed=70), host_operations()
+    options = {"dtype": torch.float32, "device": CPU, "operations": operations}
+    floats, codes = (
+        packed_products(load_model(path, **options, quantization=quantization)) for quantization in (None, f"int{bits}")
+    )
+    assert codes.keys() - {"model.embed_tokens"} == floats.keys()
+    assert any("in_proj" in name for name in floats)
+    for name in floats:
+        packed = codes[name]
+        rows = torch.arange(packed.out_size)
+        expected = operations.kernels.lookup_rows(floats[name], rows)
+        if name.endswith((".gate", ".shared_expert_gate")):
+            assert not packed.format.group_size
+        else:
+            assert packed.format.bits == (8 if name == "head" else bits)
+            expected = operations.quantize(expected, packed.format.bits).dequantized()
+        assert torch.equal(operations.kernels.lookup_rows(packed, rows), expected), name
+
+
 def test_layers_that_predict_further_tokens_are_not_used(tmp_path, load):
     """Published files of Qwen3.5 have a layer for multi-token prediction."""
     path = make_checkpoint(tmp_path, "qwen3_5_text", seed=67)
@@ -157,11 +181,11 @@ def test_layers_that_predict_further_tokens_are_not_used(tmp_path, load):
         ("lfm2", {"layer_types": ["conv"] * 4}, r"layer_types is .*, but must be a list with at least one full_atten"),
         ("lfm2", {"layer_types": None, "full_attn_idxs": [True]}, r"full_attn_idxs is .*, but must be a list of layer"),
         ("lfm2", {"is_causal": False}, r"is_causal is false, but must be true for a model whose layers have states"),
-        ("lfm2", {"intermediate_size": 1}, r"intermediate_size is 1, but must be a number for which the MLP has 1 to"),
+        ("lfm2", {"intermediate_size": 1}, r"intermediate_size is 1, but must be a number for which block_ffn_dim_"),
         (
             "qwen3_5_text",
             {"linear_num_value_heads": 3},
-            r"linear_num_value_heads is 3, but must be a multiple of 2 key",
+            r"linear_num_key_heads is 4, but must be a divisor of linear_num_value_heads, 3",
         ),
         ("qwen3_5_text", {"layer_types": ["sliding_attention"] * 3}, r"layer_types is .* linear_attention or full_att"),
     ],

@@ -74,7 +74,8 @@ def _mlp_size(config: JsonObject, size: int) -> int:
     adjusted = int(number(config, "block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
     adjusted = -(-adjusted // multiple) * multiple
     if not 1 <= adjusted <= MAX_SIZE:
-        raise unserved("intermediate_size", size, f"a number for which the MLP has 1 to {MAX_SIZE} columns")
+        expected = f"a number for which block_ffn_dim_multiplier and block_multiple_of give 1 to {MAX_SIZE} columns"
+        raise unserved("intermediate_size", size, expected)
     return adjusted
 
 

@@ -180,7 +180,7 @@ def _read_delta_net(text: TextConfig) -> DeltaNet:
     num_heads = positive(config, "linear_num_value_heads", 32)
     num_key_heads = positive(config, "linear_num_key_heads", 16)
     if num_heads % num_key_heads:
-        raise unserved("linear_num_value_heads", num_heads, f"a multiple of {num_key_heads} key heads")
+        raise unserved("linear_num_key_heads", num_key_heads, f"a divisor of linear_num_value_heads, {num_heads}")
     key_dim, value_dim = (positive(config, f"linear_{kind}_head_dim", 128) for kind in ("key", "value"))
     kernel_size = positive(config, "linear_conv_kernel_dim", 4, least=2)
     return DeltaNet(text.hidden_size, num_heads, num_key_heads, key_dim, value_dim, kernel_size, text.norm_eps)
