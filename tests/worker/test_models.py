@@ -194,7 +194,7 @@ VARIANTS = [
     ("lfm2", {"layer_types": None, "full_attn_idxs": [3], "num_hidden_layers": 5, "norm_eps": 0.01}),
     ("qwen3_5_text", {"layer_types": None, "num_hidden_layers": 4}),
     ("qwen3_5_text", {"layer_types": None, "full_attention_interval": 2, **TIED, **SPREAD}),
-    ("qwen3_5_text", {"attention_bias": True, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 2}),
+    ("qwen3_5_text", {"attention_bias": True, "linear_num_key_heads": 12, "linear_conv_kernel_dim": 2}),
     ("qwen3_5_text", {"linear_key_head_dim": 20, "linear_value_head_dim": 12, "linear_num_key_heads": 3, **WIDE}),
     ("qwen3_5_text", {"layer_types": [FULL, FULL, "linear_attention"], "num_key_value_heads": 1, **YARN_SHARE}),
     ("qwen3_5_text", {"linear_conv_kernel_dim": 7, "partial_rotary_factor": 1.0, **EQUAL}),
