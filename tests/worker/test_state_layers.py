@@ -16,6 +16,7 @@ from testing.models import load_model
 from testing.seeds import seeded
 from testing.worker.model_logits import CPU, create_attention, edited, host_operations, packed_products, use_kernels
 from testing.worker.state_rows import new_states, state_rows
+from tests.thorough import thorough
 from worker_service.attention import AttentionBatch
 from worker_service.host.cpu_decoder import host_model
 from worker_service.models.loading import prepare_model
@@ -62,7 +63,7 @@ def random_sizes(rng):
     return sizes
 
 
-@pytest.fixture(params=["fused", "kernels"])
+@pytest.fixture(params=["fused", *thorough("kernels")])
 def load(request, monkeypatch):
     """Load a model that computes all layers in one call of the CPU kernels, or with one call per operation."""
     use_kernels(monkeypatch, "require")
@@ -137,8 +138,8 @@ def test_ranks_share_the_state(tmp_path, family, overrides):
         network.of_rank(0, 3)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("bits", [4, *thorough(8)])
+@pytest.mark.parametrize("family", ["qwen3_next", *thorough("lfm2_moe", "qwen3_5_text")])
 def test_projections_are_quantised_while_loading(tmp_path, monkeypatch, family, bits):
     """Each row of a projection is quantised by itself, also if the checkpoint stores other rows in between."""
     use_kernels(monkeypatch, "require")
