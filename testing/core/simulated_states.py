@@ -66,8 +66,11 @@ def check_rows(rows: Iterable[RowStates], num_states: int) -> None:
             owned.add(state)
 
 
-def writes_of(plan: StepPlan, steps: Sequence[StateStep], rows: Iterable[RowStates]) -> dict[int, list[Write]]:
-    """Return the writes of each row that computes, by slot, in the order of positions.
+def writes_of(
+    plan: StepPlan, steps: Sequence[StateStep], rows: Iterable[RowStates], ignored: set[tuple[int, int]]
+) -> dict[int, list[Write]]:
+    """Return the writes of each row that computes, by slot, in the order of positions. Add the step and the state of
+    each save that a late row does not reach to `ignored`.
 
     `rows` are the states of all rows, including those that compute nothing. Asserts that no state has two writers, and
     that no row reads a state that another row or a save writes.
@@ -89,6 +92,7 @@ def writes_of(plan: StepPlan, steps: Sequence[StateStep], rows: Iterable[RowStat
         assert slot in by_slot, f"a save of slot {slot}, which computes nothing"
         _, _, start, end, may_be_late = by_slot[slot]
         if may_be_late and position > end:
+            ignored.add((plan.step, state))
             continue
         assert start <= position <= end, f"slot {slot} computes {start} to {end}, and does not pass {position}"
         writes[slot].append((position, state))

@@ -178,6 +178,8 @@ class SimulatedWorker:
     last_grammar_id: int = 0
     num_states: int = 0  # 0: the model has no states
     num_host_states: int = 0
+    # The steps and states of saves that rows did not reach, because they were late.
+    ignored_saves: set[tuple[int, int]] = field(default_factory=set)
 
     @classmethod
     def of(cls, capacity: WorkerCapacity, **options: Any) -> "SimulatedWorker":
@@ -390,7 +392,7 @@ class SimulatedWorker:
             StateStep(slot, row.states, row.num_computed, row.num_computed + row.work, bool(row.opening.grammar_id))
             for slot, row in working
         ]
-        writes = writes_of(plan, steps, rows)
+        writes = writes_of(plan, steps, rows, self.ignored_saves)
         written = {*plan.save_states, *(state for pairs in writes.values() for _, state in pairs)}
         assert all(1 <= state <= self.num_states for state in written), f"no such state: {sorted(written)}"
         for state in written:

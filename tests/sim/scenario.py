@@ -104,7 +104,9 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     if capacity.num_device_states:
         # A row that is late twice does not reach a position that a third plan wants to save.
         least_depth = 3 if states.random() < (0.5 if has_grammars else 0.1) else 1
-        arrivals = tuple(_within_states(states, arrival, capacity, has_grammars) for arrival in arrivals)
+        arrivals = tuple(
+            _within_states(states, _repeated(states, arrival, arrivals), capacity, has_grammars) for arrival in arrivals
+        )
     if any(capacity.windows) and lengths.random() < 0.6:
         arrivals = tuple(_lengthened(lengths, arrival, capacity.max_model_len) for arrival in arrivals)
     if sessions.random() < 0.3:
@@ -281,6 +283,17 @@ def _with_states(rng: Random, capacity: WorkerCapacity) -> WorkerCapacity:
         state_bytes=rng.choice((100, 1000, 5000)),
         num_state_layers=1,
     )
+
+
+def _repeated(rng: Random, arrival: Arrival, arrivals: tuple[Arrival, ...]) -> Arrival:
+    """Return the arrival, sometimes with the prompt and the seed of another, so that their outputs may be equal."""
+    if rng.random() < 0.6:
+        return arrival
+    other = rng.choice(arrivals).request
+    request = replace(
+        arrival.request, prompt_token_ids=other.prompt_token_ids, max_tokens=other.max_tokens, seed=other.seed
+    )
+    return replace(arrival, request=request)
 
 
 def _within_states(rng: Random, arrival: Arrival, capacity: WorkerCapacity, has_grammars: bool) -> Arrival:

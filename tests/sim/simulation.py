@@ -28,6 +28,7 @@ from scheduler_service.serving.kv_events import KvEventLog
 from scheduler_service.serving.refusal import RefusedError
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.simulation.timeline import Timeline
+from testing.core.simulated_worker import SimulatedWorker
 from tests.sim.cache_view import CacheView
 from tests.sim.client import Client
 from tests.sim.connection import NEVER, Connection
@@ -151,11 +152,15 @@ class Simulation(Timeline):
             self._tempt_fate()
 
     def _check_states(self) -> None:
-        """Compare the cached states with the worker's memory, if the worker is still the one that the core knows."""
-        worker, process = self.scheduler.state.worker, self.process
-        if worker.capacity.num_device_states and self.connection is process.connection and process.machine is not None:
-            num_cached = check_cached_states(worker.cache, process.machine)
+        worker, machine = self.scheduler.state.worker, self.known_machine
+        if worker.capacity.num_device_states and machine is not None:
+            num_cached = check_cached_states(worker.cache, machine)
             self.reached["a state is cached"] += num_cached > 0
+
+    @property
+    def known_machine(self) -> SimulatedWorker | None:
+        """The worker, if it is still the one that the core knows."""
+        return self.process.machine if self.connection is self.process.connection else None
 
     def _tempt_fate(self) -> None:
         scenario, state = self.scenario, self.scheduler.state

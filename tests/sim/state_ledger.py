@@ -4,6 +4,7 @@ from array import array
 
 from pagewire.common.wire.messages import FIRST_STATE_ID
 from scheduler_service.core.cache import BlockPool, CacheManager
+from scheduler_service.core.plans import Dispatch
 from testing.core.simulated_worker import BAD, SimulatedWorker, digest
 from tests.sim.scenario import BAD_TOKEN
 
@@ -37,6 +38,13 @@ def check_cached_states(cache: CacheManager, worker: SimulatedWorker) -> int:
                 )
                 assert BAD in (value, prefix) or value == prefix, f"S7: {where} is cached as that of other tokens"
     return num_cached
+
+
+def check_saves(cache: CacheManager, dispatch: Dispatch, worker: SimulatedWorker) -> None:
+    """Assert that the core does not use a state that a late row did not save in a plan, after the plan's result."""
+    for save in dispatch.saves:
+        is_ignored = (dispatch.step, cache.states.number(save.state)) in worker.ignored_saves
+        assert save.is_void or not is_ignored, f"S7: state {save.state} was not saved in step {dispatch.step}"
 
 
 def check_free(cache: CacheManager) -> None:

@@ -12,6 +12,7 @@ from pagewire.common.wire.messages import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.request import EndReason, Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
 from tests.sim.client import Client
+from tests.sim.state_ledger import check_saves
 
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
@@ -81,7 +82,13 @@ class WatchedScheduler(Scheduler):
 
     def complete(self, result: StepResult, now: float) -> TokenOutputs:
         self._simulation.reach.before_result(result)
-        return self._told(super().complete(result, now), 4, result.step)
+        dispatches = self.state.worker.unacknowledged[:1]
+        outputs = super().complete(result, now)
+        machine = self._simulation.known_machine
+        if machine is not None and machine.num_states:
+            for dispatch in dispatches:
+                check_saves(self.state.worker.cache, dispatch, machine)
+        return self._told(outputs, 4, result.step)
 
     def moved(self, step: int, now: float) -> None:
         super().moved(step, now)
