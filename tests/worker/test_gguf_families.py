@@ -167,8 +167,7 @@ def test_columns_of_value_heads_are_in_the_same_order(tmp_path: Path, type_name:
     assert torch.equal(logits(path), logits(plain))
 
 
-@pytest.mark.parametrize("rows", [slice(None), slice(0, 5), slice(3, 6), slice(31, 97), slice(128, 320)])
-def test_any_rows_of_value_heads_can_be_read(tmp_path: Path, rows: slice) -> None:
+def test_any_rows_of_value_heads_can_be_read(tmp_path: Path) -> None:
     source = made(tmp_path / "source", "qwen3_5_text")
     ours = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", source, "F32"))
     tensors = load_file(source / "model.safetensors")
@@ -176,9 +175,10 @@ def test_any_rows_of_value_heads_can_be_read(tmp_path: Path, rows: slice) -> Non
     for part in (*parts, "out_proj.weight", "conv1d.weight", "dt_bias"):
         whole = tensors[f"model.layers.0.linear_attn.{part}"]
         whole = whole.squeeze(1) if part == "conv1d.weight" else whole
-        found = torch.full_like(whole[rows], torch.nan)
-        ours.copy(f"model.layers.0.linear_attn.{part}", Piece(found, tuple(whole.shape), (rows,)))
-        assert torch.equal(found, whole[rows]), part
+        for rows in (slice(None), slice(0, 5), slice(3, 6), slice(31, 97), slice(128, 320)):
+            found = torch.full_like(whole[rows], torch.nan)
+            ours.copy(f"model.layers.0.linear_attn.{part}", Piece(found, tuple(whole.shape), (rows,)))
+            assert torch.equal(found, whole[rows]), (part, rows)
 
 
 @pytest.mark.thorough
