@@ -95,9 +95,13 @@ async def test_a_mixture_of_k_quants_is_the_same_weights(family: str, tmp_path: 
         assert ours == await continue_tokens(system.url, 151)
 
 
-@pytest.mark.thorough
-async def test_ranks_share_a_file(tmp_path: Path) -> None:
-    source = make_checkpoint(tmp_path / "source", "llama", seed=9, num_key_value_heads=2, **WIDE)
+DELTA_NET = {"linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+
+
+@pytest.mark.parametrize(("family", "changes"), thorough(("llama", {}), ("qwen3_5_text", DELTA_NET), ("lfm2", {})))
+async def test_ranks_share_a_file(family: str, changes: dict[str, int], tmp_path: Path) -> None:
+    sizes = {**WIDE, "num_key_value_heads": 2, "block_auto_adjust_ff_dim": False, **changes}
+    source = make_checkpoint(tmp_path / "source", family, seed=9, **sizes)
     path = write_gguf(tmp_path / "model.gguf", source, "Q8_0")
     with running(path, worker=WIDENED) as system:
         alone = await continue_tokens(system.url, 151)
