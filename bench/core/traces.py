@@ -32,6 +32,7 @@ OUTPUT = RESULTS / "traces.json"
 SAMPLE = Path(__file__).with_name("traces_sample")
 SESSIONS, MOONCAKE, AZURE = "agent_sessions.jsonl.gz", "mooncake_conversation.jsonl.gz", "azure_conv.csv.gz"
 RANDOM = "random"  # not a file: independent requests generated from a seed
+STATE_TOKENS = (0, 1_600, 7)  # weights of the states of a model
 SIZES = ((1, 16), (2, 32), (4, 48))  # pool size in million tokens, number of concurrent sessions
 MAX_WAIT_S = 600.0
 TRANSFER_RATE = 190_000.0
@@ -114,6 +115,19 @@ def host() -> Iterator[Run]:
         yield Run(f"{millions}M/{num} host", SESSIONS, "agent", closed(millions, num, host=4 * millions))
 
 
+def states() -> Iterator[Run]:
+    """Yield runs of models whose states weigh as much as K and V of 0, 1,600 and 7 tokens: none, Qwen3.5-0.8B and
+    LFM2-1.2B. The pools have equal numbers of blocks; the states come on top, by the rule of docs/sizing.md."""
+    for millions, num in SIZES[:2]:
+        settings = closed(millions, num)
+        num_tokens = settings.pool_tokens
+        for weight in STATE_TOKENS:
+            num_states = max(3 * num_tokens // 4096, num_tokens // (15 * weight) if weight else 0)
+            num_states = min(num_states, 4 * settings.max_num_seqs + 4) if weight else 0
+            with_states = replace(settings, num_device_states=num_states, state_tokens=weight)
+            yield Run(f"{millions}M/{num} states of {weight}", SESSIONS, "agent", with_states)
+
+
 def mooncake() -> Iterator[Run]:
     for rate in (50_000, 35_000):
         for policy in ("fcfs", "agent"):
@@ -147,6 +161,7 @@ def scales() -> Iterator[Run]:
 SCENARIOS: dict[str, Callable[[], Iterator[Run]]] = {
     "sessions": sessions,
     "host": host,
+    "states": states,
     "mooncake": mooncake,
     "azure": azure,
     "tenants": tenants,
@@ -217,6 +232,21 @@ def report_sessions(found: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
+def report_states(found: dict[str, dict[str, Any]]) -> list[str]:
+    lines = []
+    for millions, num in SIZES[:2]:
+        base, *others = (found[f"{millions}M/{num} states of {weight}"] for weight in STATE_TOKENS)
+        ratios = [ratio(other, base, "computed_tokens") for other in others]
+        lines.append(
+            f"{millions}M/{num}: computed tokens / without states: "
+            + ", ".join(
+                f"{goal(value, 1.1, at_least=False)} for states of {weight} tokens"
+                for value, weight in zip(ratios, STATE_TOKENS[1:], strict=True)
+            )
+        )
+    return lines
+
+
 def report_host(found: dict[str, dict[str, Any]]) -> list[str]:
     lines = []
     for millions, num in SIZES[:2]:
@@ -264,6 +294,7 @@ def report_scales(found: dict[str, dict[str, Any]]) -> list[str]:
 
 REPORTS: dict[str, Callable[[dict[str, dict[str, Any]]], list[str]]] = {
     "sessions": report_sessions,
+    "states": report_states,
     "host": report_host,
     "mooncake": report_by_the_clock,
     "azure": report_by_the_clock,

@@ -50,6 +50,9 @@ class SimulationSettings:
     has_session_tenants: bool = False  # each session is a tenant of its own
     tenant_shares: tuple[int, ...] = ()  # if set: the number of sessions that each tenant gets in turn
     retention: str = "lru"  # one of RETENTIONS
+    # Of a model with states besides K and V: the number of states, and the tokens whose K and V weigh as much as one.
+    num_device_states: int = 0
+    state_tokens: int = 0
 
     def check(self, trace: Trace) -> None:
         """Raise ValueError if the settings contradict each other, or if the block sizes are not multiples of the
@@ -210,6 +213,8 @@ class Simulation(Observer):
                 attention_backend="",
                 num_host_blocks=settings.host_tokens // settings.block_size,
                 swap_bandwidth=settings.speed.transfer_rate if settings.host_tokens else 0.0,
+                num_device_states=settings.num_device_states,
+                state_bytes=settings.state_tokens,
             ),
             1,
             self._worker,

@@ -12,7 +12,7 @@ evicted first, and never evict other states:
 
 - at the last block boundary of the known tokens, and at each boundary while the sequence decodes;
 - where a prompt parts from a cached prefix without a state;
-- every `interval` tokens of a prompt.
+- every `interval` tokens of a prompt, and beyond 16 intervals at distances that grow with the position.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,6 +27,7 @@ from scheduler_service.core.request import Request
 # A state weighs as much as the K and V of this number of intervals. Saves cost little time, but evict each other.
 _INTERVALS_OF_STATE = 4
 _MIN_INTERVAL_BLOCKS = 4
+_DISTANCE_BITS = 4  # saves are at positions, in intervals, with at most this number of significant bits
 # States that a request may need besides those that it writes: one that it reads, and one that is loaded or forked.
 _NUM_READ = 2
 
@@ -155,7 +156,7 @@ class StatePool:
         if not self._enable_prefix_caching or not allocation.publishes:
             return
         size, num_published = self._block_size, allocation.num_published_blocks
-        boundaries = dict.fromkeys(range(start + self.interval - start % self.interval, end + 1, self.interval), False)
+        boundaries = dict.fromkeys(self._distances(start, end), False)
         boundaries[(len(allocation.token_ids) - 1) // size * size] = True
         boundaries[allocation.states.junction * size] = True
         if start % size == 0 and start >= len(allocation.request.prompt_token_ids):
@@ -174,6 +175,13 @@ class StatePool:
             if is_free and not node.content(self._group).blocks:
                 state = self._device.allocate_state()
                 yield Save(allocation, position, state, node, num_published, is_lasting=is_lasting)
+
+    def _distances(self, start: int, end: int) -> Iterator[int]:
+        """Yield the positions after `start` and up to `end` at which states of long prompts are saved. Their distance
+        grows with the position, from `interval` to an eighth or a sixteenth of the position."""
+        for number in range(start // self.interval + 1, end // self.interval + 1):
+            if number % (1 << max(0, number.bit_length() - _DISTANCE_BITS)) == 0:
+                yield number * self.interval
 
     def save_decoded(self, allocation: Allocation, position: int) -> Iterator[Save]:
         """Save the state of a decoding row at the end of its last full block, with which its next step starts. The last
