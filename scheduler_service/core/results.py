@@ -61,7 +61,7 @@ class Results:
                 self._process_sample(worker, sample, outputs, now)
             elif sample.status is RowStatus.LATE:
                 worker.rows.repeat(sample.row)
-                worker.void_saves(dispatch, sample.row)
+                worker.void_saves(sample.row)
         if resolved.decoded:
             self._process_decoded(worker, dispatch, resolved.decoded, outputs)
         return outputs

@@ -194,11 +194,12 @@ class WorkerState:
 
     # Plans
 
-    def void_saves(self, dispatch: Dispatch, row: Row) -> None:
-        """Ignore the saves of a row in a plan and in the plans after it, because the row was late: each of these plans
-        did the work of the plan before."""
-        for save in [save for each in (dispatch, *self.unacknowledged) for save in each.saves]:
-            save.is_void = save.is_void or save.allocation is row.allocation
+    def void_saves(self, row: Row) -> None:
+        """Ignore the saves that a row does not reach in the plans in flight, because it was late in the plan before
+        them: it ends one position earlier in each of these plans."""
+        for save in [save for each in self.unacknowledged for save in each.saves if save.allocation is row.allocation]:
+            save.num_after -= 1
+            save.is_void = save.is_void or save.num_after < 0
 
     def dispatch(self, builder: PlanBuilder) -> StepPlan | None:
         """Complete the plan that `builder` has built, record that it is in flight, and return it. Return None if the

@@ -215,7 +215,7 @@ MUTANTS = (
         "depth == known",
     ),
     # States of sequences
-    mutant("a state that a late row did not save is cached", "process", "worker.void_saves(dispatch, sample.row)", ""),
+    mutant("a state that a late row did not save is cached", "process", "worker.void_saves(sample.row)", ""),
     mutant(
         "a state is cached before the result of its plan",
         "WorkerState.dispatch",

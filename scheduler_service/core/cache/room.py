@@ -244,6 +244,7 @@ class Room:
         """
         self.block_size, self.windows = capacity.block_size, Windows(capacity.windows, capacity.block_size)
         self.pool = pool
+        self._has_states = capacity.num_device_states > 0
         self._sliding = [window for window in capacity.windows if window]
         self._num_full = len(capacity.windows) - len(self._sliding)  # layer groups without a window
         # Only if some layer groups have windows and some have none, samples may share less of their prompt than
@@ -315,11 +316,12 @@ class Room:
         """Return how many different KV cache blocks the sequences of a request need in a layer group without a window.
 
         They share the full blocks of the prompt. With a window in any layer group, beams may share nothing: the window
-        of a beam that is computed again may have passed the prompt before the next beam gets its row.
+        of a beam that is computed again may have passed the prompt before the next beam gets its row. With states, the
+        state after the prompt may be lost.
         """
         num_blocks = self._num_blocks_of_all(request)
         num_shared = (len(request.prompt_token_ids) - 1) // self.block_size
-        if request.beam and self._sliding:
+        if request.beam and (self._sliding or self._has_states):
             num_shared = 0
         return num_shared + request.num_rows * (num_blocks - num_shared)
 

@@ -44,6 +44,7 @@ class Save:
     state: int
     node: Node | None  # a node of the index: the block that ends at the position, or an earlier one
     num_blocks: int  # up to the end of this block
+    num_after: int = 0  # positions that the plan computes after this one; fewer for each time that the row is late
     is_decoded: bool = False
     is_lasting: bool = True
     is_void: bool = False  # the row may not have reached the position
@@ -174,7 +175,7 @@ class StatePool:
             is_free = self._pool.num_free if is_lasting else self._pool.next_without_loss()
             if is_free and not node.content(self._group).blocks:
                 state = self._device.allocate_state()
-                yield Save(allocation, position, state, node, num_published, is_lasting=is_lasting)
+                yield Save(allocation, position, state, node, num_published, end - position, is_lasting=is_lasting)
 
     def _distances(self, start: int, end: int) -> Iterator[int]:
         """Yield the positions after `start` and up to `end` at which states of long prompts are saved. Their distance
@@ -188,7 +189,7 @@ class StatePool:
         tokens of this block may be in flight."""
         if self._enable_prefix_caching and allocation.publishes and self._pool.num_free:
             state = self._device.allocate_state()
-            yield Save(allocation, position, state, allocation.last_node, allocation.num_published_blocks, True)
+            yield Save(allocation, position, state, allocation.last_node, allocation.num_published_blocks, 1, True)
 
     def confirm(self, save: Save) -> None:
         """Process a save after the result of its plan has arrived: add the state to the prefix index, if the block that
