@@ -300,6 +300,9 @@ def _within_states(rng: Random, arrival: Arrival, capacity: WorkerCapacity, has_
     """Return the arrival with at most the number of sequences for which the worker has states, most of the time."""
     request, num_states = arrival.request, capacity.num_device_states - 1
     most = max(1, num_states // 2 if request.beam or has_grammars else num_states - 1)
+    if request.beam:  # beams that are computed again may share nothing, and copy a block each
+        num_blocks = -(-(len(request.prompt_token_ids) + request.max_tokens - 1) // capacity.block_size)
+        most = max(1, min(most, capacity.num_device_blocks // (num_blocks + 1)))
     if rng.random() < 0.05:
         return arrival
     beam = request.beam and replace(request.beam, beam_width=min(request.beam.beam_width, most))
