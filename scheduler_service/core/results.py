@@ -55,13 +55,14 @@ class Results:
             if not planned.row.sequence.is_finished:
                 self._process_prompt_logprobs(planned, entries, outputs)
         for sample in resolved.samples:
+            if sample.status is RowStatus.LATE:
+                worker.void_saves(sample.row)  # also of a row that is dropped
             if sample.row.is_dropped:
                 continue
             if sample.status is RowStatus.OK:
                 self._process_sample(worker, sample, outputs, now)
             elif sample.status is RowStatus.LATE:
                 worker.rows.repeat(sample.row)
-                worker.void_saves(sample.row)
         if resolved.decoded:
             self._process_decoded(worker, dispatch, resolved.decoded, outputs)
         return outputs
