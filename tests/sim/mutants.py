@@ -323,12 +323,6 @@ MUTANTS = (
         "len(allocation.request.prompt_token_ids) - 1",
         "len(allocation.request.prompt_token_ids)",
     ),
-    mutant(
-        "a sample starts in the plan that saves the state of its prompt",
-        "_plan_states",
-        "allocation.may_be_forked(self.step + 1)",
-        "",
-    ),
     mutant("a row that may be late has one state", "_num_own", "is_gated or request.grammar is not None", "is_gated"),
     mutant(
         "a row does not start with the state that was loaded for it",
