@@ -521,9 +521,7 @@ class SimulatedWorker:
             status = self._status_of(row, prefix, plan.step)
             statuses.append(status)
             if status is RowStatus.LATE:
-                row.num_computed -= 1
-                if self.num_states:
-                    row.states.go_back()
+                self._go_back(row)
                 row.work = int(opening.sampling.num_candidates is None and not self.gates_grammars)
                 continue
             if matcher is not None:
@@ -562,6 +560,12 @@ class SimulatedWorker:
             mask_slots=tuple(mask_slots),
             mask_us=tuple(100 * (1 + slot % 7) for slot in mask_slots),
         )
+
+    def _go_back(self, row: Row) -> None:
+        """Let a late row compute its last position again."""
+        row.num_computed -= 1
+        if self.num_states:
+            row.states.go_back()
 
     def _status_of(self, row: Row, prefix: int, step: int) -> RowStatus:
         """Return the status of a row that has computed all its tokens. `prefix` is the digest of these tokens."""
