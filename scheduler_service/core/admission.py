@@ -149,7 +149,8 @@ class Admission:
 def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
     """Check whether the worker has enough KV cache blocks for a request. If not, return the invalid field and an error
     message. Otherwise return two empty strings."""
-    num_blocks, num_states = cache.room.max_request_blocks(request), cache.states.max_request_states(request)
+    num_blocks = cache.room.max_request_blocks(request)
+    num_states = cache.states.max_request_states(request) if cache.states.num_states else 0
     if num_states > cache.states.num_states:
         return (
             "sampling.beam_width" if request.beam else "prompt",

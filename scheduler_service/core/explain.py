@@ -162,7 +162,9 @@ def _reason(group: SequenceGroup, worker: WorkerState, position: int | None, num
     if worker.rows.slots.num_free < group.num_first_slots:
         of_all = f"{group.num_first_slots} of {worker.rows.slots.num_slots}"
         return f"{was}waits for {of_all} rows, {worker.rows.slots.num_free} are free{_position_reason(group)}"
-    if not worker.cache.states.has_room([sequence.allocation for sequence in group.sequences[:1]], Match()):
+    if worker.cache.states.num_states and not worker.cache.states.has_room(
+        [sequence.allocation for sequence in group.sequences[:1]], Match()
+    ):
         return f"{was}waits for a state of the model, all {worker.cache.states.num_states} are used"
     if num_wanted > num_free:
         return f"{was}waits for {num_wanted} blocks, {num_free} are free{_position_reason(group)}"

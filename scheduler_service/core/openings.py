@@ -80,8 +80,11 @@ class RowAllocator:
             num_blocks = sum(cache.room.num_fork_blocks(sequence.allocation, relative.allocation, num_forked))
         is_alone = worker.rows.num_open == len(group.open_rows) and not self._state.loading
         is_alone = is_alone or (builder.is_empty and worker.is_idle)
-        has_states = cache.states.has_room([sequence.allocation], match if relative is None else Match())
-        if not has_states or not cache.room.can_allocate(num_blocks, alone=is_alone):
+        if cache.states.num_states:
+            start = match if relative is None else Match()
+            if not cache.states.has_room([sequence.allocation], start):
+                return False
+        if not cache.room.can_allocate(num_blocks, alone=is_alone):
             return False
         if cache.room.is_mixed:
             rows = [row.allocation for row in group.open_rows]
@@ -184,7 +187,7 @@ class RowAllocator:
         if match is None:
             return False
         cache.open(sequence.allocation, match, builder.step)
-        if group.beam is not None:
+        if cache.states.num_states and group.beam is not None:
             for other in group.sequences:
                 cache.states.open(other.allocation)
         worker.rows.slots.reserve(group, group.num_first_slots)
@@ -217,8 +220,10 @@ class RowAllocator:
         if not cache.room.can_allocate(num_blocks, alone=is_alone):
             self._lacking = (group, cache.pool.num_free)
             return None
-        sequences = [sequence] if group.beam is None else group.sequences
-        return match if cache.states.has_room([each.allocation for each in sequences], match) else None
+        if cache.states.num_states:
+            sequences = [sequence] if group.beam is None else group.sequences
+            return match if cache.states.has_room([each.allocation for each in sequences], match) else None
+        return match
 
     def _swap_in(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
         """Resume a swapped-out request: make the plan load its KV cache blocks from the host to the device.

@@ -208,7 +208,8 @@ class WorkerState:
             return None
         self.steps.num_steps += 1
         self.cache.copied(builder.copies)
-        self.cache.states.read(builder.read_states)
+        if builder.read_states:
+            self.cache.states.read(builder.read_states)
         number, tiers = self.cache.states.number, self.cache.tiers
         device_id, host_id = tiers.device.public_id, tiers.host.public_id
         rows, moves = tuple(builder.rows), self.cache.moves.ordered_by(builder.step)

@@ -218,13 +218,13 @@ def test_the_classes_are_those_of_transformers() -> None:
     }
     unserved = {f"{name}Tokenizer" for name in classes._UNSUPPORTED.split()}
     assert with_pipeline == unserved | {kind.name for kind in classes._CLASSES}
-    multimodal = ("mistral3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    multimodal = ("mistral3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     corrected = ("phi3", "phimoe", "ernie4_5", "ernie4_5_moe", "minimax_m2")
     for model_type in (*FAMILIES, *multimodal):
         name = (own.get(model_type) or "").replace("TokenizersBackend", classes.PLAIN.name)
         assert classes._OF_MODEL_TYPE.get(model_type, "") == name, model_type
         is_overruled = model_type in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
-        assert is_overruled == (model_type in (classes._OVERRULED, *corrected))
+        assert is_overruled == (model_type in (*classes._OVERRULED, *corrected))
 
 
 @pytest.mark.parametrize(

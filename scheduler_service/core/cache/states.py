@@ -75,15 +75,11 @@ class StatePool:
     def max_request_states(self, request: Request) -> int:
         """Return the number of states that a request may need in order to run: the states of one sample, or of all
         beams."""
-        if not self.num_states:
-            return 0
         return _num_own(request) * (request.num_rows if request.beam else 1) + _NUM_READ
 
     def has_room(self, allocations: Sequence[Allocation], match: Match) -> bool:
         """Return whether sequences may allocate the states that they write, and one of them may start with a prefix
         cache hit, which may be empty."""
-        if not self.num_states:
-            return True
         num_needed = sum(_num_own(each.request) for each in allocations if not each.states.own)
         if match.nodes:
             states = match.nodes[-1].content(self._group).blocks
@@ -111,8 +107,6 @@ class StatePool:
         """Hold the state with which a sequence starts after a prefix cache hit, if it is on the device. Return its
         content, or None if the sequence starts without a state."""
         nodes = match.nodes
-        if not self.num_states:
-            return None
         allocation.states.junction = match.num_spine_blocks if match.num_spine_blocks > len(nodes) else 0
         content = nodes[-1].content(self._group) if nodes else None
         if content is not None and content.blocks:
@@ -121,7 +115,7 @@ class StatePool:
 
     def open(self, allocation: Allocation) -> None:
         """Allocate the states that the row of a sequence writes, unless it has them."""
-        if self.num_states and not allocation.states.own:
+        if not allocation.states.own:
             allocation.states.own = tuple(self._device.allocate_state() for _ in range(_num_own(allocation.request)))
 
     def fork(self, allocation: Allocation, relative: Allocation) -> None:

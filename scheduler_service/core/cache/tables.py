@@ -70,12 +70,14 @@ class CacheManager:
         for table in allocation.tables:
             table.freed(self._windows.num_passed(table.group, len(nodes)))
             self._share_match(allocation, table, nodes)
-        state, device = self.states.share(allocation, match), self.tiers.device
+        has_states, device = self.states.num_states > 0, self.tiers.device
+        state = self.states.share(allocation, match) if has_states else None
         # Only now: an allocation evicts idle blocks.
         blocks = {content: device.allocate_for(content) for content in match.loads}
         if state in blocks:
             allocation.states.source = blocks[state]
-        self.states.open(allocation)
+        if has_states:
+            self.states.open(allocation)
         for table in allocation.tables:
             for i in range(table.num_freed, len(nodes)):
                 table.blocks[i] = table.blocks[i] or blocks[nodes[i].content(table.group)]
@@ -116,7 +118,8 @@ class CacheManager:
         num_blocks = self.room.num_fork_blocks(allocation, relative, num_tokens)
         for table, num in zip(allocation.tables, num_blocks, strict=True):
             table.blocks += [self._allocate() for _ in range(num)]
-        self.states.fork(allocation, relative)
+        if self.states.num_states:
+            self.states.fork(allocation, relative)
         allocation.matched(num_full, relative.branches)
         allocation.compute(num_tokens)
         if num_tokens % self.block_size == 0:

@@ -142,7 +142,8 @@ _BY_NAME = {found.name: found for found in _CLASSES}
 _OF_MODEL_TYPE = {
     **dict.fromkeys(("gpt2", "starcoder2", "opt"), "GPT2Tokenizer"),
     **dict.fromkeys(("gpt_neox", "mpt", "olmo", "olmoe"), "GPTNeoXTokenizer"),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
@@ -150,7 +151,8 @@ _OF_MODEL_TYPE = {
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "granite", "granitemoehybrid", "olmo2", "olmo3"), PLAIN.name),
     **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "stablelm"), PLAIN.name),
 }
-_OVERRULED = "qwen2"  # the model type whose class overrides the class that the files name
+# The model types whose class overrides the class that the files name.
+_OVERRULED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _BYTE_LEVEL = '"ByteLevel"'
 # Classes of transformers that change the tokenizer in ways that are not supported here.
 _UNSUPPORTED = """
@@ -178,9 +180,9 @@ def class_of(model_type: str, named: str, tokenizer_json: str) -> TokenizerClass
     if not said:
         return own_class
     # Many files name LlamaTokenizer although their tokens are bytes, as in Llama 3.
-    if said == "LlamaTokenizer" and model_type != _OVERRULED and _BYTE_LEVEL in tokenizer_json:
+    if said == "LlamaTokenizer" and model_type not in _OVERRULED and _BYTE_LEVEL in tokenizer_json:
         return PLAIN
-    if own and said != own and (own_class is PLAIN or model_type == _OVERRULED):
+    if own and said != own and (own_class is PLAIN or model_type in _OVERRULED):
         return own_class
     if said.removesuffix("Tokenizer") in _UNSUPPORTED.split():
         raise UnsupportedClassError(
