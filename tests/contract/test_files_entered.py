@@ -3,6 +3,7 @@
 It equals the number of files that a reader must open in order to follow a request.
 """
 
+import asyncio
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ import pytest
 from pagewire import AsyncClient, SamplingParams
 from pagewire.common.wire.messages import StepPlan
 from scheduler_service import front_end, server
+from scheduler_service.serving.activity import Activity
 from testing import fake_worker
 from testing.scheduler_stack import serve
 from testing.serving.http_server import make_chat_checkpoint, serve_http
@@ -71,6 +73,17 @@ def entered() -> Iterator[Entered]:
     finally:
         sys.setprofile(before)
         threading.setprofile(None)
+
+
+@pytest.fixture(autouse=True)
+def activity_is_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the timer that reads the scheduler's counters every second. On a slow machine each request takes longer than
+    a second, so that every request would seem to enter the timer's files."""
+
+    async def wait(_: Activity) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Activity, "run", wait)
 
 
 async def test_a_request_enters_few_files(checkpoint: Path) -> None:
