@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -325,7 +326,7 @@ def test_the_text_model_of_qwen_vl(load_model, tmp_path, family, text, vision, i
     """Published files of Qwen2-VL and Qwen2.5-VL have the settings and the names of the text model at the top level,
     and published files of Qwen3-VL-MoE have transposed experts."""
     parts = {"text_config": {**text, **NO_SPECIAL_TOKENS}, "vision_config": vision, "tie_word_embeddings": False}
-    config = transformers.AutoConfig.for_model(family, **parts)
+    config = transformers.AutoConfig.for_model(family, **deepcopy(parts))  # it changes the rope's settings in place
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     draw_weights(model, seed=11)
     model.save_pretrained(tmp_path)

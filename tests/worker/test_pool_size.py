@@ -142,13 +142,15 @@ def sizes_with_states(max_model_len: int = 512, **options: Any) -> PoolSize:
     [
         # A sequence of 512 tokens takes 3 * 8 MiB and 32 MiB, so 560 MiB have room for 10 sequences.
         (512, {"kv_cache_memory": "560MiB"}, (560 - 30 * 8 - 1, 29)),
-        # Longer sequences count as 4,096 tokens: 24 MiB of 280 MiB.
-        (100_000, {"kv_cache_memory": "560MiB"}, (560 - 6 * 8 - 1, 5)),
-        (512, {"kv_cache_memory": "42MiB"}, (1, 4)),
+        # Longer sequences count as 4,096 tokens: 24 MiB of 280 MiB, so 5,600 MiB have room for 20 sequences.
+        (100_000, {"kv_cache_memory": "5600MiB"}, (5600 - 60 * 8 - 1, 59)),
+        # There are at least 12 states.
+        (100_000, {"kv_cache_memory": "560MiB"}, (560 - 13 * 8 - 1, 12)),
+        (512, {"kv_cache_memory": "106MiB"}, (1, 12)),
         (512, {"kv_cache_memory": "560MiB", "max_num_seqs": 2}, (560 - 13 * 8 - 1, 12)),
         # The states of a given number of blocks are in addition.
         (512, {"num_device_blocks": 320}, (320, 30)),
-        (512, {"num_device_blocks": 2}, (2, 4)),
+        (512, {"num_device_blocks": 2}, (2, 12)),
         (100_000, {"num_device_blocks": 2560}, (2560, 30)),
         (512, {"num_device_blocks": 32_000, "max_num_seqs": 100}, (32_000, 404)),
         (512, {}, (3072 - 164 * 8 - 1, 163)),  # 30 % of 10 GiB
@@ -182,10 +184,10 @@ def test_swap_space_is_divided_by_the_same_rule(options: dict[str, Any], expecte
     ("options", "message"),
     [
         (
-            {"kv_cache_memory": "41MiB"},
-            "the KV cache may use 41.00 MiB, but two blocks and 5 states need 42.00 MiB; raise --kv-cache-memory",
+            {"kv_cache_memory": "105MiB"},
+            "the KV cache may use 105.00 MiB, but two blocks and 13 states need 106.00 MiB; raise --kv-cache-memory",
         ),
-        ({"swap_space": "41MiB"}, "--swap-space is 41MiB; two blocks and 5 states take 44040192 bytes: raise it"),
+        ({"swap_space": "105MiB"}, "--swap-space is 105MiB; two blocks and 13 states take 111149056 bytes: raise it"),
         (
             {"num_device_blocks": 900},
             "--num-device-blocks is 900: 900 blocks take 901.00 MiB; 1.00 GiB of memory are available, of which 84 "

@@ -12,6 +12,7 @@ import transformers
 from docs.kinds import KINDS
 from pagewire.network.checkpoint_files import CheckpointError
 from pagewire.network.families import parse_config
+from pagewire.network.operations import Convolve
 from testing.checkpoints.families import draw_weights
 from testing.checkpoints.published import Published, published
 from testing.worker.model_logits import TOLERANCE, compute_logits, load, use_kernels
@@ -89,7 +90,9 @@ def test_published_sizes_are_read() -> None:
         config = files.small_config if name in WITH_CUT_LISTS else files.config
         sizes = {**config, **config.get("text_config", {})}
         num_layers = next(sizes[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in sizes)
-        assert len(parse_config(config).layers) == num_layers
+        network = parse_config(config)
+        num_convolutions = sum(type(operation) is Convolve for operation in network.operations)  # one in a state layer
+        assert len(network.layers) + num_convolutions == num_layers
     assert SERVED
 
 

@@ -259,10 +259,10 @@ def make_runner(
     def is_poisoned(token_ids: torch.Tensor) -> bool:
         return POISON in token_ids
 
-    def scarce_forward(token_ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
+    def scarce_forward(token_ids: torch.Tensor, positions: torch.Tensor, attend: Any, *states: Any) -> torch.Tensor:
         if len(token_ids) > max_tokens or is_poisoned(token_ids):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        return forward(token_ids, positions, attend)
+        return forward(token_ids, positions, attend, *states)
 
     monkeypatch.setattr(model, "forward", scarce_forward)
     if kind == "plain":
