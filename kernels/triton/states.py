@@ -219,10 +219,10 @@ def _convolve_kernel(
     channels = tl.program_id(1) * SHAPE.tile + tl.arange(0, SHAPE.tile)
     mask = channels < SHAPE.width
     token = tl.load(query_start_loc + row).to(tl.int64)
-    read = states.data + tl.load(reads + row).to(tl.int64) * states.strides[0] + channels * SIZE
+    read = states.data + tl.load(reads + row).to(tl.int64) * states.strides[0] + channels
     window, weights = (), ()
     for j in tl.static_range(SIZE):
-        window = _append(window, tl.load(read + j, mask, 0.0))
+        window = _append(window, tl.load(read + j * SHAPE.width, mask, 0.0))
         weights = _append(weights, tl.load(weight + channels * (SIZE + 1) + j, mask, 0.0))
     newest_weight = tl.load(weight + channels * (SIZE + 1) + SIZE, mask, 0.0)
     start = tl.full([SHAPE.tile], 0.0, tl.float32)
@@ -241,9 +241,9 @@ def _convolve_kernel(
             tl.store(output + token * SHAPE.width + channels, y.to(x.data.dtype.element_ty), mask)
             window = _append(window[1:], value)
             token += 1
-        saved = states.data + tl.load(save_states + save).to(tl.int64) * states.strides[0] + channels * SIZE
+        saved = states.data + tl.load(save_states + save).to(tl.int64) * states.strides[0] + channels
         for j in tl.static_range(SIZE):
-            tl.store(saved + j, window[j], mask)
+            tl.store(saved + j * SHAPE.width, window[j], mask)
         num_done = count
 
 
