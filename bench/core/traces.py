@@ -32,7 +32,7 @@ OUTPUT = RESULTS / "traces.json"
 SAMPLE = Path(__file__).with_name("traces_sample")
 SESSIONS, MOONCAKE, AZURE = "agent_sessions.jsonl.gz", "mooncake_conversation.jsonl.gz", "azure_conv.csv.gz"
 RANDOM = "random"  # not a file: independent requests generated from a seed
-STATE_TOKENS = (0, 1_600, 7)  # weights of the states of a model
+STATE_TOKENS = (0, 1_600, 14)  # weights of the states of a model
 SIZES = ((1, 16), (2, 32), (4, 48))  # pool size in million tokens, number of concurrent sessions
 MAX_WAIT_S = 600.0
 TRANSFER_RATE = 190_000.0
@@ -116,8 +116,8 @@ def host() -> Iterator[Run]:
 
 
 def states() -> Iterator[Run]:
-    """Yield runs of models whose states weigh as much as K and V of 0, 1,600 and 7 tokens: none, Qwen3.5-0.8B and
-    LFM2-1.2B. The pools have equal numbers of blocks; the states come on top, by the rule of docs/sizing.md."""
+    """Yield runs of models whose states weigh as much as K and V of 0, 1,600 and 14 tokens: none, about Qwen3.5-0.8B
+    and LFM2-1.2B. The pools have equal numbers of blocks; the states come on top, by the rule of docs/sizing.md."""
     for millions, num in SIZES[:2]:
         settings = closed(millions, num)
         num_tokens = settings.pool_tokens
