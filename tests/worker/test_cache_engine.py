@@ -86,10 +86,13 @@ def test_cache_below_one_sequence_is_not_warned_of_where_windows_fit(caplog: pyt
 
 
 def numbered_cache(num_device_blocks: int = 12, num_host_blocks: int = 6) -> CacheEngine:
-    cache = CacheEngine(SHAPE, num_device_blocks, torch.device("cpu"), num_host_blocks)
+    return numbered(CacheEngine(SHAPE, num_device_blocks, torch.device("cpu"), num_host_blocks))
+
+
+def numbered(cache: CacheEngine) -> CacheEngine:
     for block, content in enumerate(cache.storage):
         content.fill_(block)
-    for block in range(1, num_host_blocks + 1):
+    for block in range(1, cache.num_host_blocks + 1):
         host_block(cache, block).fill_(100 + block)
     return cache
 
@@ -221,8 +224,9 @@ def test_bad_moves_and_copies(columns: dict[str, Any], text: str) -> None:
 
 
 def cache_with_states() -> CacheEngine:
-    cache = CacheEngine(SHAPE, 12, torch.device("cpu"), 6, state_size=3, num_device_states=5, num_host_states=4)
-    cache.storage.copy_(torch.arange(13)[:, None].expand_as(cache.storage))
+    cache = numbered(
+        CacheEngine(SHAPE, 12, torch.device("cpu"), 6, state_size=3, num_device_states=5, num_host_states=4)
+    )
     cache.states[1:] = torch.arange(1, 6)[:, None]
     host_states(cache)[1:] = torch.arange(101, 105)[:, None]
     return cache
@@ -249,7 +253,7 @@ def test_states_move_among_blocks() -> None:
     )
     assert cache.states[:, 0].tolist() == [0, 102, 103, 3, 4, 5]
     assert host_states(cache)[1:].tolist() == [[4] * 3, [102] * 3, [103] * 3, [3] * 3]
-    assert contents(cache.storage)[:7] == [0, 1, 2, 3, 4, 4, 6]
+    assert contents(cache.storage) == [0, 1, 2, 3, 4, 4, 6, 106, 8, 9, 10, 11, 12]
     assert [contents(host_block(cache, block)[None])[0] for block in (1, 2)] == [3, 2]
     cache.fill_states_with_nan([2, 5])
     assert cache.states.isnan().all(1).tolist() == [False, False, True, False, False, True]
