@@ -23,7 +23,7 @@ class StateRows:
     entries save_start_loc[i] to save_start_loc[i + 1] of the saves. The counts of a row do not fall, and equal counts
     write the same state to several places. The last is the number of its new tokens. A count of 0 copies the state that
     the row starts with. A row may write the state that it reads. No other row reads or writes a state that a row
-    writes.
+    writes. Padding rows, which only devices have, name state 0: their tokens are computed, and nothing is written.
 
     Attributes:
         states: [num_states + 1, state_size] float32. State 0 is zero and never written.
@@ -41,9 +41,10 @@ class StateRows:
     save_states: Tensor
 
     def saves(self, row: int) -> list[tuple[int, int]]:
-        """Return the saves of a row as (number of new tokens, state)."""
+        """Return the saves of a row as (number of new tokens, state), without those of padding rows."""
         first, past = self.save_start_loc[row : row + 2].tolist()
-        return list(zip(self.save_counts[first:past].tolist(), self.save_states[first:past].tolist(), strict=True))
+        saves = zip(self.save_counts[first:past].tolist(), self.save_states[first:past].tolist(), strict=True)
+        return [(count, state) for count, state in saves if state]
 
 
 def convolve(

@@ -241,9 +241,11 @@ def _convolve_kernel(
             tl.store(output + token * SHAPE.width + channels, y.to(x.data.dtype.element_ty), mask)
             window = _append(window[1:], value)
             token += 1
-        saved = states.data + tl.load(save_states + save).to(tl.int64) * states.strides[0] + channels
-        for j in tl.static_range(SIZE):
-            tl.store(saved + j * SHAPE.width, window[j], mask)
+        number = tl.load(save_states + save).to(tl.int64)
+        if number != 0:
+            saved = states.data + number * states.strides[0] + channels
+            for j in tl.static_range(SIZE):
+                tl.store(saved + j * SHAPE.width, window[j], mask)
         num_done = count
 
 
@@ -303,8 +305,9 @@ def _delta_rule_kernel(
             y = tl.sum(state * query[:, None], axis=0).to(x.data.dtype.element_ty)
             tl.store(output + token * VALUE_SIZE + head * SHAPE.value_dim + columns, y, is_column)
             token += 1
-        saved = states.data + tl.load(save_states + save).to(tl.int64) * states.strides[0]
-        tl.store(saved + cells, state, mask)
+        number = tl.load(save_states + save).to(tl.int64)
+        if number != 0:
+            tl.store(states.data + number * states.strides[0] + cells, state, mask)
         num_done = count
 
 

@@ -58,7 +58,7 @@ FAMILIES = (
     "qwen3_5_moe_text",
     "qwen3_next",
 )
-# The families whose layers have states. They run on CPUs only.
+# The families whose layers have states.
 WITH_STATES = ("lfm2", "qwen3_5_text", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next")
 
 DECODER = {

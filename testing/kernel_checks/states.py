@@ -119,12 +119,16 @@ def make_rows(states: Tensor, plan: Sequence[tuple[int, Sequence[tuple[int, int]
 
 def draw_plan(rng: random.Random, lengths: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
     """Return rows with these numbers of new tokens. They read states that others may read too, or the state that they
-    write first or last, and save after up to three more numbers of tokens, the first of which may be 0."""
+    write first or last, and save after up to three more numbers of tokens, the first of which may be 0. Some are
+    padding rows, which compute their tokens from state 0 and write nothing."""
     free = list(range(1, NUM_STATES + 1))
     rng.shuffle(free)
     shared = free.pop()
     plan = []
     for length in lengths:
+        if rng.random() < 0.2:
+            plan.append((0, [(length, 0)]))
+            continue
         counts = sorted(rng.sample(range(length), min(length, rng.randrange(3))))
         saves = [(count, free.pop()) for count in (*counts, length)]
         read = rng.choice([0, shared, saves[0][1], saves[-1][1]])

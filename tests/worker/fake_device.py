@@ -121,16 +121,16 @@ class _Recorder(TorchDispatchMode):
         self.launches.append((function, args, kwargs, _tensors(made)))
         return made
 
-    def launch(self, kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
+    def launch(self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.is_in_kernel:
-            return kernel(*args)
+            return kernel(*args, **kwargs)
         self.is_in_kernel = True
         try:
             with _disable_current_modes():  # operations within a kernel are not recorded
-                made = kernel(*args)
+                made = kernel(*args, **kwargs)
         finally:
             self.is_in_kernel = False
-        self.launches.append((as_kernel(kernel), args, {}, _tensors(made)))
+        self.launches.append((as_kernel(kernel), args, kwargs, _tensors(made)))
         return made
 
     def num_launches(self) -> Counter[str]:
@@ -195,9 +195,9 @@ def as_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(function)
-    def launch(*args: Any) -> Any:
+    def launch(*args: Any, **kwargs: Any) -> Any:
         recorder = _Recorder.current
-        return function(*args) if recorder is None else recorder.launch(function, args)
+        return function(*args, **kwargs) if recorder is None else recorder.launch(function, args, kwargs)
 
     return launch
 

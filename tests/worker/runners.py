@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from worker_service.attention import AttentionBackend
 from worker_service.cache.cache_engine import CacheEngine
 from worker_service.config import WorkerConfig
@@ -32,7 +34,7 @@ def host_runner(
     gates_grammars: bool = False,
 ) -> ModelRunner:
     table = SequenceTable(limits, gates_grammars=gates_grammars)
-    computation = HostComputation(model, cache.layers, backend, table, load_cpu_kernels(), Pooler())
+    computation = HostComputation(model, cache.layers, backend, table, load_cpu_kernels(), Pooler(), _states(cache))
     return ModelRunner(computation, cache, SingleRank(), splits_steps, grammars)
 
 
@@ -51,8 +53,13 @@ def device_runner(
 ) -> ModelRunner:
     table = SequenceTable(limits, gates_grammars=True)
     graphs = (max_graph_batch_size, max_graph_tokens)
-    computation = DeviceComputation(model, cache.layers, backend, sampler, table, device, Pooler(), *graphs)
+    of_host = (sampler, table, device, Pooler(), *graphs, _states(cache))
+    computation = DeviceComputation(model, cache.layers, backend, *of_host)
     return ModelRunner(computation, cache, SingleRank(), splits_steps, grammars)
+
+
+def _states(cache: CacheEngine) -> Tensor | None:
+    return cache.states if cache.num_device_states else None
 
 
 def load(path: Path, **options: Any) -> LoadedWorker:

@@ -25,6 +25,7 @@ from torch import Tensor
 from pagewire.common.grammars import GrammarCompiler
 from pagewire.common.grammars.matcher import MaskCost
 from pagewire.common.wire.messages import (
+    FIRST_STATE_ID,
     Candidates,
     GrammarKind,
     GrammarReport,
@@ -40,6 +41,7 @@ from pagewire.common.wire.messages import (
     WorkerProtocolError,
 )
 from pagewire.common.wire.worker_wire import decode_request, encode_request
+from pagewire.kernels import states
 from pagewire.network.layer_groups import layer_groups
 from pagewire.network.source import load_config
 from scheduler_service.core.cost import PreemptionMode
@@ -54,13 +56,13 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.scheduler_options import SchedulerOptions
-from testing.checkpoints.families import FAMILIES, WITH_STATES, make_checkpoint
+from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.models import load_model
 from testing.plans import GREEDY, Row, plan_steps
 from testing.seeds import seeded
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.device_sampler import SAMPLER
-from tests.worker.fake_device import CPU, FakeDevice, FakeGraph, Guard
+from tests.worker.fake_device import CPU, FakeDevice, FakeGraph, Guard, as_kernel
 from tests.worker.late_queue import LateQueue
 from tests.worker.letters import END_TOKEN_ID, letters_tokenizer
 from tests.worker.runners import device_runner, host_runner
@@ -84,7 +86,7 @@ from worker_service.streams import StreamWork
 
 pytestmark = pytest.mark.thorough
 
-VOCAB_SIZE, MAX_MODEL_LEN = 151, 256
+VOCAB_SIZE, MAX_MODEL_LEN, NUM_STATES = 151, 256, 14
 READY = WorkerCapacity("w", b"m", VOCAB_SIZE, 256, 4, 60, 1, 6, 48, "cuda", "float32", "reference")
 
 
@@ -95,7 +97,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class DeviceOperations(Operations):
-    """Plain torch operations as on a GPU, where the host does not know which experts are chosen."""
+    """Plain torch operations as on a GPU, where the host does not know which experts are chosen, nor which states."""
+
+    convolve = staticmethod(as_kernel(states.convolve))
+    apply_delta_rule = staticmethod(as_kernel(states.apply_delta_rule))
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         return lambda x, ids: multiply_all(x, weights, ids, biases)
@@ -131,18 +136,25 @@ class Pair:
             num_device_blocks=num_blocks,
             vocab_size=VOCAB_SIZE,
             windows=tuple(group.window for group in self.groups),
+            num_device_states=NUM_STATES if config.state_size else 0,
         )
+        self.state_counts = {
+            "num_device_states": self.limits.num_device_states,
+            "num_host_states": NUM_STATES if config.state_size and num_host_blocks else 0,
+        }
+        state_sizes = {"state_size": config.state_size, **self.state_counts}
         self.num_host_blocks = num_host_blocks
         shape = cache_shape(config, self.groups, block_size, torch.float32)
-        plain_cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks)
+        plain_cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, **state_sizes)
         attention = attention_shape(config, block_size, torch.float32, torch.float32, self.groups)
         plain_attention = TorchAttention(attention, CPU)
         gated = {} if grammars is None else {"grammars": grammars[0], "gates_grammars": True}
         self.plain = host_runner(model, plain_cache, plain_attention, self.limits, **gated)
         self.device = device or FakeDevice(seed)
-        self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device)
+        self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device, **state_sizes)
         for cache in (plain_cache, self.cache):
             cache.storage[1:] = torch.nan  # unwritten content
+            cache.states[1:] = torch.nan
         backend = DeviceAttention(attention.scorings(CPU), attention.group_of_layer)
         graphs = {"max_graph_batch_size": max_graph_batch_size, "max_graph_tokens": max_graph_tokens}
         own = grammars and grammars[1]
@@ -156,7 +168,9 @@ class Pair:
 
     def launch(self, plan: StepPlan) -> tuple[LaunchedStep, StepResult]:
         """Launch a plan on the device; return the launched step and the expected result."""
-        self.num_planned.update({name: len(getattr(plan, name)) for name in COUNTED})
+        self.num_planned.update({name: len(getattr(plan, name)) for name in (*COUNTED, *OF_STATES)})
+        moved = (*plan.swap_out_device_blocks, *plan.swap_in_host_blocks)
+        self.num_planned["moved states"] += sum(each >= FIRST_STATE_ID for each in moved)
         return self.runner.launch(plan), self.plain.execute(plan)
 
     def reset(self, epoch: int) -> None:
@@ -182,6 +196,7 @@ COUNTED = (
     "set_block_tables",
     "append_token_slots",
 )
+OF_STATES = ("save_states", "set_state_slots")
 
 
 def assert_equal(result: StepResult, expected: StepResult) -> None:
@@ -255,6 +270,9 @@ class History:
             layer_groups=tuple(LayerGroup(group.window, len(group.layers)) for group in pair.groups),
             grammar_version="g",
             gates_grammars=True,
+            state_bytes=64 if table.num_device_states else 0,
+            num_state_layers=1 if table.num_device_states else 0,
+            **pair.state_counts,
         )
         pair.reset(1)
         self.scheduler.worker_joined(capacity, 1, 0.0)
@@ -369,9 +387,9 @@ def run_history(path: Path, seed: int, *, depth: int, preemption: PreemptionMode
 
 # Pipeline depth, and the sizes up to which there are graphs: in decoding rows, and in tokens.
 HISTORIES = [(1, 5, 0), (2, 0, 0), (2, 5, 0), (2, 3, 32)]
-# Models that differ in the runner's work: with windows, with experts, and with neither. Others only run the last
-# history.
-WITH_ALL_HISTORIES = ("qwen3", "gemma3_text", "gpt_oss")
+# Models that differ in the runner's work: with windows, with experts, with states, and with none of these. Others only
+# run the last history.
+WITH_ALL_HISTORIES = ("qwen3", "gemma3_text", "gpt_oss", "lfm2")
 
 
 @pytest.mark.parametrize(
@@ -379,7 +397,6 @@ WITH_ALL_HISTORIES = ("qwen3", "gemma3_text", "gpt_oss")
     [
         (family, *history)
         for family in FAMILIES
-        if family not in WITH_STATES
         for history in (HISTORIES if family in WITH_ALL_HISTORIES else HISTORIES[-1:])
     ],
 )
@@ -403,6 +420,18 @@ def test_histories_cover_every_plan_field(checkpoints: dict[str, Path]) -> None:
         num_planned += pair.num_planned
     print(num_planned)
     assert min(num_planned[name] for name in COUNTED) > 20
+
+
+def test_states_are_saved_and_swapped(checkpoints: dict[str, Path]) -> None:
+    num_planned: Counter[str] = Counter()
+    for seed, family in enumerate(("lfm2", "qwen3_5_text")):
+        options = {"num_blocks": 25, "num_host_blocks": 40, "max_graph_batch_size": 6, "max_graph_tokens": 32}
+        pair = run_history(checkpoints[family], seed, depth=2, preemption=PreemptionMode.SWAP, **options)
+        assert sum(graph.num_replays for graph in pair.device.graphs) > 5
+        num_planned += pair.num_planned
+    print(num_planned)
+    assert min(num_planned[name] for name in ("moved states", "save_states")) > 20
+    assert num_planned["set_state_slots"]
 
 
 @pytest.mark.parametrize("late_rate", [0.0, 0.4])

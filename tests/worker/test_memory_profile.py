@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from pagewire.common.wire.messages import StepPlan, StepResult
+from worker_service.config import WorkerConfig
 from worker_service.startup.device_memory import DeviceMemory, StepSize
 from worker_service.startup.memory_profile import measure_memory
+from worker_service.startup.pool_size import Counts, PoolSize
 
 MIB, GIB = 1 << 20, 1 << 30
-BLOCK_BYTES, TOKEN_BYTES, BUFFER_BYTES = 2 * MIB, MIB // 8, 50 * MIB
+BLOCK_BYTES, STATE_BYTES, TOKEN_BYTES, BUFFER_BYTES = 2 * MIB, 3 * MIB, MIB // 8, 50 * MIB
 
 
 @dataclass
@@ -55,9 +57,10 @@ class FakeRunner:
     def computation(self) -> "FakeRunner":
         return self
 
-    def __init__(self, memory: FakeMemory, num_blocks: int) -> None:
+    def __init__(self, memory: FakeMemory, counts: Counts) -> None:
         self._memory = memory
-        self._num_bytes = BUFFER_BYTES + (num_blocks + 1) * BLOCK_BYTES
+        states = (counts.num_states + 1) * STATE_BYTES if counts.num_states else 0
+        self._num_bytes = BUFFER_BYTES + (counts.num_blocks + 1) * BLOCK_BYTES + states
         memory.take(self._num_bytes)
 
     def __del__(self) -> None:
@@ -74,22 +77,22 @@ class FakeRunner:
         self.execute(StepPlan(0, 0, work_num_tokens=(1,) * 8))
 
 
-def measure(memory: FakeMemory, step: StepSize) -> DeviceMemory:
+def measure(memory: FakeMemory, step: StepSize, state_bytes: int = 0) -> DeviceMemory:
+    sizes = PoolSize(WorkerConfig(model="m"), BLOCK_BYTES, 1000, 2, state_bytes, max_model_len=1000)
     return measure_memory(
         memory,
-        lambda num_blocks: FakeRunner(memory, num_blocks),
+        lambda counts: FakeRunner(memory, counts),
         step=step,
-        max_model_len=1000,
+        sizes=sizes,
         block_size=16,
-        block_bytes=BLOCK_BYTES,
-        num_groups=2,
         staging_bytes=32 * MIB,
     )
 
 
-def test_the_largest_steps_are_run_and_their_memory_counted() -> None:
+@pytest.mark.parametrize("state_bytes", [0, STATE_BYTES])
+def test_the_largest_steps_are_run_and_their_memory_counted(state_bytes: int) -> None:
     memory = FakeMemory()
-    found = measure(memory, StepSize(2048, 16))
+    found = measure(memory, StepSize(2048, 16), state_bytes)
     # 16 rows of 128 tokens; 8 rows decode beside the runner's buffers; 8 graphs of 4 MiB for the driver.
     assert found == DeviceMemory(
         total=24 * GIB,

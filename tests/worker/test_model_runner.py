@@ -192,9 +192,10 @@ def test_largest_step_fits_its_limits(
     checkpoints: dict[str, Path], max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
     size = StepSize(max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens))
-    plan, num_blocks = largest_step(size, max_model_len=1024, block_size=16)
+    plan, counts = largest_step(size, max_model_len=1024, block_size=16)
+    assert counts.num_states == 0
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    result = load(checkpoints["qwen2"], num_device_blocks=num_blocks, **options).runner.execute(plan)
+    result = load(checkpoints["qwen2"], num_device_blocks=counts.num_blocks, **options).runner.execute(plan)
     assert len(result.token_ids) == len(plan.work_slots) == min(max_num_seqs, max_num_batched_tokens)
 
 

@@ -226,10 +226,12 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
 ) -> None:
     asked = sizes(num_device_blocks=10, **options)
     memory = DeviceMemory(total=80 * GIB, others=GIB, weights=GIB, step=GIB, graphs=0, staging=0)
-    measured: list[int] = []
+    measured: list[Counts] = []
     monkeypatch.setattr(loader, "available_bytes", lambda: 36 * GIB)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(loader._RunnerParts, "_measure_memory", lambda self, num: measured.append(num) or memory)
+    monkeypatch.setattr(
+        loader._RunnerParts, "_measure_memory", lambda self, sizes, host: measured.append(host) or memory
+    )
     parts: dict[str, Any] = dict.fromkeys(
         (
             "model",
@@ -251,7 +253,7 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
         config=asked.config, device=torch.device("cuda"), max_model_len=1024, communicator=Rank(num_ranks), **parts
     )
     assert assembly.counts(asked) == ((10, 0), (expected, 0))
-    assert measured == [expected], "its staging is counted among what a GPU's memory is taken by"
+    assert measured == [(expected, 0)], "its staging is counted among what a GPU's memory is taken by"
 
 
 def test_a_sequence_needs_blocks_for_the_windows_of_its_groups() -> None:
@@ -269,7 +271,7 @@ def test_a_pool_without_a_block_for_each_layer_group_is_refused(options: dict[st
     with pytest.raises(ValueError, match=r"6 blocks of 1.00 MiB.* each of the model's 7 layer groups"):
         asked.device_counts(GIB)
     with pytest.raises(ValueError, match="7 layer groups"):
-        asked.num_gpu_blocks(DeviceMemory(GIB, 0, 0, 0, 0, 0), StepSize(64, 8))
+        asked.gpu_counts(DeviceMemory(GIB, 0, 0, 0, 0, 0), StepSize(64, 8))
     assert replace(asked, num_groups=6).device_counts(GIB) == (6, 0)
 
 
@@ -295,5 +297,5 @@ def test_a_gpu_is_asked_for_no_more_than_it_has_before_a_weight_is_loaded() -> N
     before = DeviceMemory(total=24 * GIB, others=GIB, weights=15 * GIB, step=0, graphs=0, staging=0)
     step = StepSize(2048, 256)
     with pytest.raises(ValueError, match=r"--num-device-blocks is 9000: 9000 blocks take 8.79 GiB; of the GPU's 24.00"):
-        sizes(num_device_blocks=9000).num_gpu_blocks(before, step)
-    assert sizes(num_device_blocks=8000).num_gpu_blocks(before, step) == 8000
+        sizes(num_device_blocks=9000).gpu_counts(before, step)
+    assert sizes(num_device_blocks=8000).gpu_counts(before, step) == (8000, 0)

@@ -14,7 +14,9 @@ import torch
 
 from pagewire.common.wire.messages import RowOpening, SamplingParams, StepPlan, WorkerProtocolError
 from pagewire.kernels.states import StateRows
+from worker_service.device.inputs import fit_states, pad_states, state_lengths
 from worker_service.rows import run_in_parts
+from worker_service.rows.states import PartStates
 from worker_service.rows.table import SequenceTable, TableLimits
 from worker_service.rows.working_rows import WorkingRows
 
@@ -62,11 +64,13 @@ class Worker:
         if not self.fits(rows):
             raise MemoryError
         query_start_loc = torch.tensor([0, *np.cumsum(rows.num_new_tokens)], dtype=torch.int32)
-        part = self.table.states.of_part(rows, query_start_loc, self.states)
+        part = self.table.states.of_part(rows)
+        of_rows = part.rows(self.states, query_start_loc)
+        assert saves_of(self.table.states.of_part(rows.take(np.arange(len(rows.slots))[::-1]))) == saves_of(part)[::-1]
         before = self.states.clone()
         tokens = [self.table.token_ids[slot, start:end].tolist() for slot, start, end in spans(rows)]
-        compute(part.rows, tokens)
-        read = part.rows.reads.long()
+        compute(of_rows, tokens)
+        read = of_rows.reads.long()
         assert torch.equal(self.states[0], before[0])
         assert not before[read].isnan().any()
         assert part.overwrites == (not torch.equal(self.states[read], before[read]))
@@ -93,6 +97,28 @@ class Worker:
 
     def tokens(self, slot: int, num: int) -> list[int]:
         return self.table.token_ids[slot, :num].tolist()
+
+
+def saves_of(part: PartStates) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Return for each row the state that it reads, and its saves as (number of new tokens, state)."""
+    reads, starts, counts, targets = (column.tolist() for column in part.columns)
+    saves = list(zip(counts, targets, strict=True))
+    return [(reads[row], saves[starts[row] : starts[row + 1]]) for row in range(len(reads))]
+
+
+def test_graphs_compute_padding_rows_that_write_nothing() -> None:
+    worker = Worker()
+    rows = worker.table.apply(
+        StepPlan(1, 1, openings=(opening(0, (1,)), opening(2, (3, 4))), work_slots=(0, 2), work_num_tokens=(2, 5))
+    )
+    part = worker.table.states.of_part(rows)
+    assert [num_rows for num_rows in range(2, 6) if fit_states(part, num_rows)] == [2, 3, 4, 5]
+    padded = PartStates(tuple(pad_states(part, np.array([6, 0]))), part.slots, part.lasts, part.overwrites)
+    assert saves_of(padded) == [(0, [(2, 1)]), (0, [(4, 3), (5, 4)]), (0, [(6, 0)]), (0, [(0, 0)])]
+    assert tuple(map(len, padded.columns)) == state_lengths(4)
+    saves = {"save_slots": (2,) * 3, "save_positions": (1, 2, 3), "save_states": (5, 6, 7)}
+    part = worker.table.states.of_part(worker.table.apply(StepPlan(1, 2, **saves)))
+    assert [num_rows for num_rows in range(2, 9) if fit_states(part, num_rows)] == [4, 5, 6, 7, 8]
 
 
 def spans(rows: WorkingRows) -> list[tuple[int, int, int]]:

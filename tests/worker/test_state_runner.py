@@ -30,7 +30,10 @@ from testing.seeds import seeded
 from tests.worker.late_queue import LateQueue
 from tests.worker.runners import load
 from worker_service.engine import LoadedWorker
-from worker_service.startup.loader import check_states
+from worker_service.epoch_grammars import EpochGrammars
+from worker_service.startup.device_memory import StepSize
+from worker_service.startup.memory_profile import largest_step
+from worker_service.startup.warm_up import warm_up
 
 STORYTELLER = Path("models/storyteller")
 VOCAB_SIZE = 1024
@@ -78,9 +81,16 @@ def test_a_worker_reports_its_states(checkpoint: Path, worker: LoadedWorker) -> 
     assert [group.num_layers for group in worker.ready.layer_groups] == [config["layer_types"].count("full_attention")]
 
 
-def test_a_gpu_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"--device is cuda, but models with a state, such as this \w+, run on CPUs"):
-        check_states(load_config(checkpoint), torch.device("cuda"))
+def test_steps_before_the_first_epoch_have_states(worker: LoadedWorker) -> None:
+    limits = worker.runner.table.limits
+    plan, counts = largest_step(StepSize(64, 4), limits.max_model_len, limits.block_size, has_states=True)
+    assert counts == (4, 4)
+    worker.runner.reset(1)
+    assert worker.runner.execute(plan).statuses == ()
+    worker.runner.reset(2)
+    told: list[str] = []
+    warm_up(worker.runner, EpochGrammars(None, VOCAB_SIZE), told.append)
+    assert any("candidates" in line for line in told)
 
 
 class Driver:

@@ -9,9 +9,10 @@ from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
 
-from pagewire.kernels.triton import experts  # noqa: E402
+from pagewire.kernels.triton import experts, states  # noqa: E402
 from pagewire.network.expert_routing import ExpertRouting  # noqa: E402
-from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, WITH_STATES, make_checkpoint  # noqa: E402
+from pagewire.network.source import load_config  # noqa: E402
+from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, make_checkpoint  # noqa: E402
 from testing.checkpoints.mixed_heads import make_mixed_checkpoint  # noqa: E402
 from testing.checkpoints.packed import fp8, gptq, make_quantized  # noqa: E402
 from testing.models import load_model  # noqa: E402
@@ -21,6 +22,7 @@ from tests.worker.interpreted_launches import record_launches  # noqa: E402
 from tests.worker.triton_tokens import SHAPES, check_tokens, make_runner  # noqa: E402
 from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
 from worker_service.device.cuda import CudaDevice  # noqa: E402
+from worker_service.device.kernels import create_device_operations  # noqa: E402
 from worker_service.device.triton_operations import RoundedProduct, TritonOperations  # noqa: E402
 from worker_service.models.torch_operations import NormRopeParams, Operations  # noqa: E402
 
@@ -42,7 +44,7 @@ def attend_heads(operations, attend, layer, heads, preparation):
     ("family", "backend"),
     [
         *(("llama", "triton"), ("qwen2", "triton"), ("gpt2", "triton"), ("qwen3", "torch")),
-        *((family, "triton") for family in FAMILIES[len(FIRST_FAMILIES) :] if family not in WITH_STATES),
+        *((family, "triton") for family in FAMILIES[len(FIRST_FAMILIES) :]),
         ("gemma2", "torch"),
     ],
 )
@@ -61,7 +63,7 @@ def test_block_sparse_layers_at_the_edges_of_their_blocks(homo, tmp_path, monkey
     check_tokens(path, make_runner(path, device=device), (62, 190), 64)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe", "gpt_oss", "lfm2", "qwen3_5_text"])
 def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path, monkeypatch):
     record_launches(monkeypatch)
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
@@ -70,6 +72,16 @@ def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path, monkey
     if isinstance(device, FakeDevice):
         # Two sizes of mixed steps. For each size of decoding steps the forward pass alone, then with sampling.
         assert [graph.num_replays > 0 for graph in device.graphs] == [True, True, *[False, True] * 2]
+
+
+def test_states_without_kernels_are_refused(tmp_path, monkeypatch):
+    network = load_config(make_checkpoint(tmp_path, "lfm2", seed=7, **SHAPES["lfm2"]))
+    assert isinstance(create_device_operations(network.operations, DEVICE), TritonOperations)
+    monkeypatch.setattr(states, "KERNEL_SIZES", range(5, 8))
+    with pytest.raises(
+        ValueError, match=r"needs Triton kernels on a GPU, but .* convolutions of size 5 to 7, .* 3: use"
+    ):
+        create_device_operations(network.operations, DEVICE)
 
 
 @pytest.mark.parametrize(("family", "lengths"), [("gemma3_text", (50, 90)), ("gpt_oss", (30, 3, 85))])

@@ -24,6 +24,7 @@ from worker_service.rows.table import TableLimits  # noqa: E402
 from worker_service.startup.loader import attention_shape, cache_shape  # noqa: E402
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, NUM_OUTPUT_TOKENS = 16, 40, 151, 4
+NUM_HOST_BLOCKS, NUM_STATES = 8, 12
 HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 ONE_LAYER = {**HEADS_OF_32, "num_hidden_layers": 1}
 SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
@@ -62,14 +63,16 @@ def make_runner(path, backend="triton", device=None):
         num_device_blocks=NUM_BLOCKS,
         vocab_size=config.vocab_size,
         windows=tuple(group.window for group in groups),
+        num_device_states=NUM_STATES if config.state_size else 0,
     )
-    cache = CacheEngine(blocks, NUM_BLOCKS, DEVICE)
-    cache.storage[1:] = float("nan")
+    states = {"state_size": config.state_size, "num_device_states": limits.num_device_states}
+    cache = CacheEngine(blocks, NUM_BLOCKS, DEVICE, **states)
+    cache.storage[1:], cache.states[1:] = float("nan"), float("nan")
     attention = create_backend("torch", DEVICE, shape) if backend == "torch" else TritonAttention(shape, 8, DEVICE)
     if device is None:
         return host_runner(model, cache, attention, limits)
-    cache = CacheEngine(blocks, NUM_BLOCKS, DEVICE, streams=device)
-    cache.storage[1:] = float("nan")
+    cache = CacheEngine(blocks, NUM_BLOCKS, DEVICE, NUM_HOST_BLOCKS, device, **states, num_host_states=NUM_STATES)
+    cache.storage[1:], cache.states[1:] = float("nan"), float("nan")
     sampler = create_sampler(config.vocab_size)
     runner = device_runner(
         model, cache, attention, sampler, limits, device, max_graph_batch_size=2, max_graph_tokens=32
@@ -98,6 +101,7 @@ def check_tokens(path, runner, lengths=(1, 33), budget=20, model=None):
     runner.reset(epoch=1)
     limits = runner.table.limits
     options = {"windows": limits.windows, "max_num_seqs": limits.max_num_seqs, "rng": random.Random(11)}
+    options["has_states"] = limits.num_device_states > 0
     for step in plan_steps(rows, block_size=BLOCK_SIZE, max_num_batched_tokens=budget, **options):
         result = runner.execute(step.plan)
         assert result.statuses == ()

@@ -103,7 +103,7 @@ class CacheEngine:
         num_device_states: int = 0,
         num_host_states: int = 0,
     ) -> None:
-        """Allocate the device blocks and the host blocks, and the states, which only a CPU has.
+        """Allocate the device blocks and the host blocks, and the states.
 
         `streams` is the accelerator that moves blocks while it computes. If it is None, all operations run in the order
         of the calls. On a CPU they finish before the calls return.
@@ -115,20 +115,19 @@ class CacheEngine:
         self.layers = shape.views(self.storage)
         blocks = self.storage.view(torch.uint8)  # [num_device_blocks + 1, block_bytes]
         blocks[0] = 0
-        self._moves: HostMoves | StreamMoves = (
-            HostMoves(blocks, num_host_blocks) if streams is None else StreamMoves(streams, blocks, num_host_blocks)
-        )
+        self._moves = _moves_of(blocks, num_host_blocks, streams)
         self.num_device_states = num_device_states
         self.num_host_states = num_host_states
         self.states = torch.empty((num_device_states + 1, state_size), device=device)
         self.states[0] = 0
-        self._state_moves = HostMoves(self.states.view(torch.uint8), num_host_states)
+        self._state_moves = _moves_of(self.states.view(torch.uint8), num_host_states, streams if state_size else None)
         self._last_planned_step = 0
 
     def reset(self) -> None:
-        """Wait until all moves and copies of blocks have finished, and prepare for a new session with a scheduler."""
+        """Wait until all moves and copies have finished, and prepare for a new session with a scheduler."""
         self._moves.synchronize()
         self._moves.reset()
+        self._state_moves.reset()
         self._last_planned_step = 0
 
     def check(self, plan: StepPlan) -> None:
@@ -183,22 +182,23 @@ class CacheEngine:
 
     def fill_states_with_nan(self, states: Sequence[int]) -> None:
         """Fill states with NaN, because they could not be computed. A sequence that reads them yields no token."""
-        self.states[list(states)] = float("nan")
+        for state in states:
+            self._state_moves.run(partial(self.states[state].fill_, float("nan")))
 
     def last_moved_step(self) -> int:
-        """Return the number of the last step whose moves of KV cache blocks between device and host have finished.
+        """Return the number of the last step whose moves between device and host have finished.
 
         The moves of all earlier steps have finished too. Without streams, moves finish before `move` returns.
         """
-        return self._moves.last_done_step(self._last_planned_step)
+        return min(moves.last_done_step(self._last_planned_step) for moves in (self._moves, self._state_moves))
 
     @property
     def is_moving(self) -> bool:
-        """Whether any move of KV cache blocks between device and host is unfinished.
+        """Whether any move of KV cache blocks or states between device and host is unfinished.
 
         The value stays True until `last_moved_step` has reported that the moves have finished.
         """
-        return self._moves.is_busy
+        return self._moves.is_busy or self._state_moves.is_busy
 
     def measure_bandwidth(self) -> float:
         """Measure how fast KV cache blocks move between device and host. Return bytes per second.
@@ -224,6 +224,11 @@ class CacheEngine:
         self.move(plan)
         self._moves.synchronize()
         return time.perf_counter() - started
+
+
+def _moves_of(pool: torch.Tensor, num_on_host: int, streams: Device | None) -> HostMoves | StreamMoves:
+    """Allocate the host pool for a pool of blocks or states, [num + 1, block_bytes] uint8. Return the moves."""
+    return HostMoves(pool, num_on_host) if streams is None else StreamMoves(streams, pool, num_on_host)
 
 
 def _divide(plan: StepPlan) -> tuple[StepPlan, StepPlan | None]:

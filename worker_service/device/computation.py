@@ -16,7 +16,7 @@ waits for the host.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -35,6 +35,7 @@ from worker_service.device.table import DeviceTable, Edit, PackedSampling
 from worker_service.models.decoder import Decoder
 from worker_service.rows import (
     BegunStep,
+    PartStates,
     PooledChunk,
     Pooler,
     PromptChunk,
@@ -70,16 +71,19 @@ class DeviceComputation:
         pooler: Pooler,
         max_graph_batch_size: int = 0,
         max_graph_tokens: int = 0,
+        states: Tensor | None = None,
     ) -> None:
         """Create the computation. `layers` are the KV cache's tensors for each layer of the model.
 
         CUDA graphs are captured for decode batches of up to `max_graph_batch_size` sequences, and for other steps of up
-        to `max_graph_tokens` tokens. If `max_graph_batch_size` is 0, no graphs are captured.
+        to `max_graph_tokens` tokens. If `max_graph_batch_size` is 0, no graphs are captured. `states` is the memory of
+        the rows' states, see `CacheEngine`; None: the model has no states.
         """
         limits = table.limits
         self.table = table
         self._model = model
         self._layers = layers
+        self._states = states
         self._backend = backend
         self._sampler = sampler
         self._device = device
@@ -88,9 +92,9 @@ class DeviceComputation:
         self._result_buffers = ResultBuffers(device)
         is_capturable = backend.is_capturable and sampler.is_capturable
         sizes = graph_sizes(max_graph_batch_size, limits.max_num_seqs) if is_capturable else ()
-        self._graphs = DecodeGraphs(sizes, limits, device)
+        self._graphs = DecodeGraphs(sizes, limits, device, states)
         has_mixed_graphs = bool(sizes) and backend.is_mixed_capturable
-        self._mixed_graphs = MixedGraphs(max_graph_tokens if has_mixed_graphs else 0, limits, device)
+        self._mixed_graphs = MixedGraphs(max_graph_tokens if has_mixed_graphs else 0, limits, device, states)
         self.num_graphs = 2 * len(sizes) + len(self._mixed_graphs.sizes)
         self._pooler = pooler
         self._clock = StepTimer()
@@ -172,7 +176,7 @@ class DeviceComputation:
                 duration_us = (time.perf_counter_ns() - step.watch.began_ns) // 1000
                 return FinishedStep(step.result(Samples(()), (), duration_us, StepParts()))
             buffer = self._result_buffers.take(work.num_copied)  # allocates memory, so it comes before any change
-            put()
+            _run(put, work.states, self.table)
             return self._copy_results(step, work, buffer)
 
         return launch
@@ -184,9 +188,11 @@ class DeviceComputation:
         """
         rows = work.rows
         is_decode = bool(rows.samples.all()) and bool((rows.num_new_tokens == 1).all())
-        size = self._graphs.captured.size_for(len(rows.slots)) if is_decode else None
-        if size is not None:
-            return self._plan_decode(work, size)
+        if is_decode:
+            work.states = _states_of(self.table, rows)
+            size = self._graphs.size_for(len(rows.slots), work.states)
+            if size is not None:
+                return self._plan_decode(work, size)
         return self._plan_mixed(work, int(rows.num_new_tokens.sum()))
 
     def _plan_mixed(self, work: "_Work", num_tokens: int) -> Callable[[], None]:
@@ -196,9 +202,11 @@ class DeviceComputation:
         """
         graphs, compute, upload = self._mixed_graphs, self._device.compute, work.upload
         rows = OrderedRows.of(work.rows)
-        size = graphs.captured.size_for(num_tokens)
+        work.states = _states_of(self.table, rows.rows)
+        rows = replace(rows, states=work.states)
+        size = graphs.size_for(rows)
         # One slice per column. The columns that a graph reads are one contiguous slice.
-        places = [upload.add(column) for column in rows.columns] if size is None else [graphs.pad(rows, size, upload)]
+        places = [upload.add(column) for column in rows.uploads()] if size is None else [graphs.pad(rows, size, upload)]
         indices = upload.add(rows.sampling_indices)
         work.chunks = prompt_chunks(self.table, work.rows, rows.token_starts)
         work.pooled = pooled_chunks(self.table, work.rows, rows.token_starts)
@@ -219,7 +227,7 @@ class DeviceComputation:
         The function replays the CUDA graphs of batch size `size`.
         """
         rows, sampling, buffers = work.rows, work.sampling, self._graphs.buffers[size]
-        padded = work.upload.add(self._graphs.padded(rows.slots, rows.ends, size))
+        padded = work.upload.add(self._graphs.padded(rows.slots, rows.ends, work.states, size))
         packing = None
         if not sampling.takes_tokens_only:
             packing = PackedSampling.pack(sampling, work.upload, self._device_table.scratch_slot)
@@ -266,7 +274,7 @@ class DeviceComputation:
         the index of the last token of each sequence that samples.
         """
         columns = [work.packed.tensor[place] for place in places]
-        hidden = self._forward(rows.inputs(columns, self.table.limits.block_size))
+        hidden = self._forward(rows.inputs(columns, self.table.limits.block_size, self._states))
         self._read_hidden(work, hidden, indices, packing)
 
     @torch.inference_mode()
@@ -327,7 +335,27 @@ class DeviceComputation:
         The CUDA graph of each number of tokens contains this operation.
         """
         tokens, batch = inputs.gather(self._device_table)
-        return self._model.forward(tokens.token_ids, tokens.positions, self._backend.prepare(batch, self._layers))
+        attend = self._backend.prepare(batch, self._layers)
+        return self._model.forward(tokens.token_ids, tokens.positions, attend, inputs.states)
+
+
+def _states_of(table: SequenceTable, rows: WorkingRows) -> PartStates | None:
+    return table.states.of_part(rows) if table.states.num_states else None
+
+
+def _run(put: Callable[[], None], states: PartStates | None, table: SequenceTable) -> None:
+    """Enqueue the computation of a launch, and record the states that its rows read from now on.
+
+    Raises RuntimeError, which ends the session, if `put` fails when it may have overwritten states that it reads.
+    """
+    try:
+        put()
+    except Exception as error:
+        if states is None or not states.overwrites:
+            raise
+        raise RuntimeError("a step failed after it may have overwritten states of its rows") from error
+    if states is not None:
+        table.states.advance(states)
 
 
 def _apply(edit: Edit, packed: OnDevice) -> None:
@@ -349,6 +377,7 @@ class _Work:
     results: OnDevice = field(default_factory=OnDevice)
     chunks: Sequence[PromptChunk] = ()
     pooled: Sequence[PooledChunk] = ()
+    states: PartStates | None = None  # set once the order of the rows is known; None: the model has no states
 
     @property
     def num_values(self) -> int:

@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_service.device.inputs import StepInputs
+from pagewire.kernels.states import StateRows
+from worker_service.device.inputs import StepInputs, fit_states, pad_states, split_columns, state_lengths
 from worker_service.device.sized_graphs import Agree, SizedGraphs
-from worker_service.device.staging import aligned
-from worker_service.rows import TableLimits
+from worker_service.device.staging import Upload, aligned
+from worker_service.rows import NO_ROW_STATES, PartStates, TableLimits
 from worker_service.streams import Device, StreamWork
 
 _FINE_SIZES = (1, 2, 4)
@@ -55,16 +56,20 @@ class DecodeGraphs:
     `capture` creates the graphs.
     """
 
-    def __init__(self, sizes: Sequence[int], limits: TableLimits, device: Device) -> None:
+    def __init__(self, sizes: Sequence[int], limits: TableLimits, device: Device, states: Tensor | None = None) -> None:
         """Allocate the memory that the graphs read and write. `sizes` are the batch sizes, in ascending order.
 
-        If `sizes` is empty, no graphs are captured.
+        If `sizes` is empty, no graphs are captured. `states` is the memory of the states, see `CacheEngine`; None: the
+        model has none.
         """
         largest = max(sizes, default=0)
         self._limits = limits
         self._device = device
         torch_device = device.torch_device
-        self._rows = torch.zeros(2 * aligned(largest), dtype=torch.int32, device=torch_device)  # slots, lengths
+        self._states = states
+        # Slots, lengths, and the columns of the states.
+        num_packed = sum(map(aligned, self._lengths(largest)))
+        self._rows = torch.zeros(num_packed, dtype=torch.int32, device=torch_device)
         self._query_start_loc = torch.arange(largest + 1, dtype=torch.int32, device=torch_device)
         self._logits = torch.empty((largest, limits.vocab_size), dtype=torch.float32, device=torch_device)
         self._sampled = torch.zeros(2 * largest, dtype=torch.int32, device=torch_device)
@@ -107,21 +112,38 @@ class DecodeGraphs:
 
         Return the tensors that the graphs read and write.
         """
-        padding = torch.from_numpy(self.padded(np.empty(0, np.int64), np.empty(0, np.int64), size))
+        none = np.empty(0, np.int64)
+        padding = torch.from_numpy(self.padded(none, none, None if self._states is None else NO_ROW_STATES, size))
         self._device.compute.run(partial(self.set_rows, padding))
         return self.buffers[size]
 
-    def padded(self, slots: NDArray[np.int64], seq_lens: NDArray[np.int64], size: int) -> NDArray[np.int32]:
+    def size_for(self, num_rows: int, states: PartStates | None) -> int | None:
+        """Return the batch size of the graphs that can compute a batch of decoding sequences, or None if there are
+        none."""
+        size = self.captured.size_for(num_rows)
+        return size if size is None or states is None or fit_states(states, size) else None
+
+    def padded(
+        self, slots: NDArray[np.int64], seq_lens: NDArray[np.int64], states: PartStates | None, size: int
+    ) -> NDArray[np.int32]:
         """Return the slots and lengths of a batch of decoding sequences in the layout that the CUDA graphs read.
 
-        A slot is the index of a sequence in the worker's table. The result is int32: all slots, then all lengths. Each
-        of the two columns is padded to `size` entries and aligned.
+        A slot is the index of a sequence in the worker's table. The result is int32: all slots, then all lengths, then
+        the columns of the states, if the model has any. Each column is padded to the entries for `size` rows and
+        aligned.
         """
         rows = np.zeros((2, aligned(size)), np.int32)
         rows[0] = self._limits.max_num_seqs  # the scratch slot
         rows[0, : len(slots)] = slots
         rows[1, : len(slots)] = seq_lens
-        return rows.ravel()
+        if states is None:
+            return rows.ravel()
+        upload = Upload()
+        for column in (*rows, *pad_states(states, np.ones(size - len(slots), np.int32))):
+            upload.add(column)
+        packed = np.empty(upload.size, np.int32)
+        upload.write(packed)
+        return packed
 
     def set_rows(self, rows: Tensor) -> None:
         """Copy the slots and lengths of a step's sequences to the memory that the CUDA graphs read.
@@ -135,7 +157,10 @@ class DecodeGraphs:
 
         The memory has the layout that `padded` produces.
         """
-        return self._rows[: 2 * aligned(size)]
+        return self._rows[: sum(map(aligned, self._lengths(size)))]
+
+    def _lengths(self, size: int) -> tuple[int, ...]:
+        return size, size, *(() if self._states is None else state_lengths(size))
 
     def forward(self, size: int) -> None:
         """Enqueue the CUDA graph of the forward pass for `size` sequences on the compute stream.
@@ -152,15 +177,17 @@ class DecodeGraphs:
         self.captured[size][1]()
 
     def _parts_of(self, size: int) -> DecodeBuffers:
-        slots, seq_lens = self.rows(size).view(2, -1)[:, :size]
+        slots, seq_lens, *of_states = split_columns(self._rows, self._lengths(size))
+        query_start_loc = self._query_start_loc[: size + 1]
         inputs = StepInputs(
             token_slots=slots,
             token_lengths=seq_lens,
             row_slots=slots,
             seq_lens=seq_lens,
-            query_start_loc=self._query_start_loc[: size + 1],
+            query_start_loc=query_start_loc,
             host_query_start_loc=list(range(size + 1)),
             host_seq_lens=[self._limits.max_model_len] * size,
             num_decodes=size,
+            states=None if self._states is None else StateRows(self._states, query_start_loc, *of_states),
         )
         return DecodeBuffers(inputs, self._logits[:size], self._sampled[: 2 * size].view(2, size))

@@ -13,7 +13,7 @@ from torch import Tensor
 from pagewire.kernels import gathering, sampling
 from pagewire.kernels.gathering import GatheredTokens, RowTables
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
-from pagewire.network.operations import OperationList
+from pagewire.network.operations import Convolve, OperationList
 from worker_service.models.torch_operations import Operations
 
 logger = logging.getLogger(__name__)
@@ -70,14 +70,18 @@ def create_device_operations(listed: OperationList, device: torch.device) -> Ope
     """Return the implementation of the model's operations on a GPU: Triton kernels, or else plain torch.
 
     Plain torch is used if Triton is not installed or does not support the model. The reason is logged as a warning.
+    Raises ValueError if the model then cannot be computed, because plain torch reads the numbers of states on the host.
     """
     try:
         from worker_service.device.triton_operations import TritonOperations
     except ImportError as error:
-        logger.warning("the model is computed in plain torch, which is slower: triton cannot be imported (%s)", error)
-        return Operations()
-    reason = TritonOperations.refusal(listed)
-    if reason is None:
-        return TritonOperations(device)
-    logger.warning("the model is computed in plain torch, which is slower: the Triton kernels %s", reason)
+        reason = f"triton cannot be imported ({error})"
+    else:
+        refusal = TritonOperations.refusal(listed)
+        if refusal is None:
+            return TritonOperations(device)
+        reason = f"the Triton kernels {refusal}"
+    if any(type(each) is Convolve for each in listed):
+        raise ValueError(f"a model with states needs Triton kernels on a GPU, but {reason}: use --device cpu")
+    logger.warning("the model is computed in plain torch, which is slower: %s", reason)
     return Operations()

@@ -6,17 +6,18 @@ sampling, differs between steps and is launched after the graph.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from worker_service.device.inputs import OrderedRows, StepInputs
+from pagewire.kernels.states import StateRows
+from worker_service.device.inputs import OrderedRows, StepInputs, fit_states, pad_states, split_columns, state_lengths
 from worker_service.device.sized_graphs import Agree, SizedGraphs
 from worker_service.device.staging import Upload, aligned
-from worker_service.rows import TableLimits, WorkingRows
+from worker_service.rows import NO_ROW_STATES, TableLimits, WorkingRows
 from worker_service.streams import Device, StreamWork
 
 _FINEST_STEP = 16
@@ -43,11 +44,17 @@ class MixedGraphs:
     `capture` creates the graphs.
     """
 
-    def __init__(self, max_graph_tokens: int, limits: TableLimits, device: Device) -> None:
-        """Allocate the memory that the graphs read. If `max_graph_tokens` is 0, no graphs are captured."""
+    def __init__(
+        self, max_graph_tokens: int, limits: TableLimits, device: Device, states: Tensor | None = None
+    ) -> None:
+        """Allocate the memory that the graphs read. If `max_graph_tokens` is 0, no graphs are captured.
+
+        `states` is the memory of the states, see `CacheEngine`; None: the model has none.
+        """
         self.sizes = token_counts(max_graph_tokens, limits.max_num_batched_tokens)
         self._limits = limits
         self._device = device
+        self._states = states
         largest = max(self.sizes, default=0)
         num_packed = sum(map(aligned, self._lengths(largest)))
         self._packed = torch.zeros(num_packed, dtype=torch.int32, device=device.torch_device)
@@ -71,6 +78,13 @@ class MixedGraphs:
         if self.sizes:
             self._device.compute.run(self._padding(self.sizes[-1], forward))
 
+    def size_for(self, rows: OrderedRows) -> int | None:
+        """Return the number of tokens of the graph that can compute a step, or None if there is none."""
+        size = self.captured.size_for(len(rows.columns[0]))
+        if size is None or rows.states is None or fit_states(rows.states, self._num_rows(size)):
+            return size
+        return None
+
     def pad(self, rows: OrderedRows, size: int, upload: Upload) -> slice:
         """Add the tokens and sequences of a step to `upload`, in the layout that the CUDA graph of `size` tokens reads.
 
@@ -78,10 +92,15 @@ class MixedGraphs:
         """
         paddings = (self._limits.max_num_seqs, 0, self._limits.max_num_seqs, 0, size)
         start = upload.size
-        for values, length, padding in zip(rows.columns, self._lengths(size), paddings, strict=True):
+        for values, length, padding in zip(rows.columns, self._lengths(size), paddings, strict=False):
             column = np.full(length, padding, np.int32)
             column[: len(values)] = values
             upload.add(column)
+        if rows.states is not None:
+            num_padding_tokens = np.zeros(self._num_rows(size) - len(rows.columns[2]), np.int32)
+            num_padding_tokens[:1] = size - len(rows.columns[0])
+            for column in pad_states(rows.states, num_padding_tokens):
+                upload.add(column)
         return slice(start, upload.size)
 
     def set_rows(self, packed: Tensor) -> None:
@@ -110,7 +129,8 @@ class MixedGraphs:
         """Fill the memory that the CUDA graph of this size reads with padding. Return the operation to capture."""
         none = np.empty(0, np.int64)
         upload = Upload()
-        self.pad(OrderedRows.of(WorkingRows(none, none, none, none.astype(np.bool_))), size, upload)
+        rows = OrderedRows.of(WorkingRows(none, none, none, none.astype(np.bool_)))
+        self.pad(replace(rows, states=None if self._states is None else NO_ROW_STATES), size, upload)
         packed = np.empty(upload.size, np.int32)
         upload.write(packed)
         self._device.compute.run(partial(self.set_rows, torch.from_numpy(packed)))
@@ -118,10 +138,8 @@ class MixedGraphs:
 
     def _inputs(self, size: int) -> StepInputs:
         """Return the inputs of a CUDA graph. Their tensors are views of the memory that `set_rows` writes."""
-        lengths = self._lengths(size)
-        ends = accumulate(aligned(length) for length in lengths)
-        columns = [self._packed[end - aligned(length) :][:length] for end, length in zip(ends, lengths, strict=True)]
-        token_slots, token_lengths, row_slots, seq_lens, query_start_loc = columns
+        columns = split_columns(self._packed, self._lengths(size))
+        token_slots, token_lengths, row_slots, seq_lens, query_start_loc, *of_states = columns
         return StepInputs(
             token_slots,
             token_lengths,
@@ -131,13 +149,19 @@ class MixedGraphs:
             host_query_start_loc=[],
             host_seq_lens=[self._limits.max_model_len] * len(row_slots),
             num_decodes=None,
+            states=None if self._states is None else StateRows(self._states, query_start_loc, *of_states),
         )
 
     def _lengths(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the lengths of the five input columns of a CUDA graph for this number of tokens. See `StepInputs`."""
-        # The most rows that a step may have, plus one row for the padding tokens if there may be any.
-        num_rows = min(self._limits.max_num_seqs + 1, num_tokens)
-        return num_tokens, num_tokens, num_rows, num_rows, num_rows + 1
+        """Return the lengths of the input columns of a CUDA graph for this number of tokens: those of `StepInputs`, and
+        those of the states, if the model has any."""
+        num_rows = self._num_rows(num_tokens)
+        of_states = () if self._states is None else state_lengths(num_rows)
+        return num_tokens, num_tokens, num_rows, num_rows, num_rows + 1, *of_states
+
+    def _num_rows(self, num_tokens: int) -> int:
+        """Return the most rows that a step of this size may have, plus one for padding tokens if there may be any."""
+        return min(self._limits.max_num_seqs + 1, num_tokens)
 
     @torch.inference_mode()
     def _keep_hidden(self, forward: Callable[[StepInputs], Tensor], inputs: StepInputs) -> None:

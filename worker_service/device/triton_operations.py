@@ -12,10 +12,17 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import NormRopeParams
-from pagewire.kernels.triton import experts, fused, linear, scaled
+from pagewire.kernels.triton import experts, fused, linear, scaled, states
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from pagewire.kernels.weight import FLOAT8, StoredFormat, StoredWeight
-from pagewire.network.operations import Normalize, OperationList, QkNormRopeStore
+from pagewire.network.operations import (
+    Convolve,
+    DeltaRule,
+    Normalize,
+    NormalizeGated,
+    OperationList,
+    QkNormRopeStore,
+)
 from worker_service.attention.backends.triton import CachedAttend
 from worker_service.models.linear import stack
 from worker_service.models.torch_operations import Attend, DenseProduct, ExpertProduct, Operations, Product
@@ -35,6 +42,9 @@ class TritonOperations(Operations):
     norm_rope = staticmethod(fused.norm_rope)
     route_tokens = staticmethod(experts.route_tokens)
     sum_slots = staticmethod(experts.sum_slots)
+    convolve = staticmethod(states.convolve)
+    apply_delta_rule = staticmethod(states.apply_delta_rule)
+    normalize_gated = staticmethod(states.normalize_gated)
 
     def __init__(self, device: torch.device) -> None:
         """Create the operations for one GPU. Quantised weights are read on the host and then copied to `device`."""
@@ -56,7 +66,7 @@ class TritonOperations(Operations):
         width = max((norm.weight.num_elements for norm in norms), default=0)
         if width > fused.MAX_NORM_SIZE:
             return f"normalize rows of at most {fused.MAX_NORM_SIZE} elements, and the model's rows have {width}"
-        return None
+        return _state_refusal(listed)
 
     def prepare_product(
         self, weight: StoredWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
@@ -182,6 +192,19 @@ class RoundedProduct(Product):
     def to_float32(self, x: Tensor, out: Tensor | None) -> Tensor:
         values = scaled.multiply(x, self.weight, self.bias, torch.float32)
         return values if out is None else out.copy_(values)
+
+
+def _state_refusal(listed: OperationList) -> str | None:
+    """Return the reason why the Triton kernels cannot compute the states of a model. See `TritonOperations.refusal`."""
+    for each in listed:
+        if type(each) is Convolve and each.kernel_size not in states.KERNEL_SIZES:
+            sizes = f"{states.KERNEL_SIZES[0]} to {states.KERNEL_SIZES[-1]}"
+            return f"compute convolutions of size {sizes}, and the model's have size {each.kernel_size}"
+        if type(each) is DeltaRule and each.key_dim > states.MAX_KEY_DIM:
+            return f"compute delta rules with keys of at most {states.MAX_KEY_DIM} elements, not {each.key_dim}"
+        if type(each) is NormalizeGated and each.weight.num_elements > states.MAX_HEAD_DIM:
+            return f"normalize gated heads of at most {states.MAX_HEAD_DIM} elements, not {each.weight.num_elements}"
+    return None
 
 
 def _stack_biases(biases: Sequence[Tensor | None]) -> Tensor | None:

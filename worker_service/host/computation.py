@@ -107,9 +107,7 @@ class HostComputation:
         flat = self._batches.build(chosen)
         attend = self._prepare(flat.paged)
         watch.end("batch")
-        states = None
-        if self._states is not None:
-            states = self.table.states.of_part(rows, flat.paged.query_start_loc, self._states)
+        states = None if self._states is None else self.table.states.of_part(rows)
         hidden, logits, highest, times = self._forward(flat, attend, states)
         watch.end("model", times)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
@@ -132,7 +130,10 @@ class HostComputation:
         """
         overwrites = states is not None and states.overwrites
         self._has_overwritten = overwrites and not isinstance(self._model, CpuDecoder)
-        rows = None if states is None else states.rows
+        rows = None
+        if states is not None:
+            assert self._states is not None
+            rows = states.rows(self._states, flat.paged.query_start_loc)
         outputs = self._model.forward_logits(flat.token_ids, flat.positions, attend, flat.sampling_indices, rows)
         self._has_overwritten = overwrites
         return outputs

@@ -15,12 +15,13 @@ from worker_service.rows.prompt_logprobs import MAX_LOGITS_POSITIONS, PromptChun
 from worker_service.rows.reading import ValueReader, flatten_to_int32
 from worker_service.rows.results import BegunStep, StepOutline, StepWatch, join_results
 from worker_service.rows.sampling import Samples, StepSampling, has_penalties, row_statuses
-from worker_service.rows.states import PartStates
+from worker_service.rows.states import NO_ROW_STATES, PartStates
 from worker_service.rows.table import SequenceTable, TableLimits
 from worker_service.rows.working_rows import WorkingRows
 
 __all__ = [
     "MAX_LOGITS_POSITIONS",
+    "NO_ROW_STATES",
     "BegunStep",
     "PartStates",
     "PooledChunk",

@@ -26,16 +26,25 @@ class PartStates:
     """The states of the rows of a step, or of a part of a step.
 
     Attributes:
-        rows: the states for the model.
+        columns: reads, save_start_loc, save_counts and save_states of `StateRows`, int32.
         slots: [R], the slots of the rows.
         lasts: [R] int32, the states after all tokens of the part.
         overwrites: whether a row overwrites the state that it reads, so that it cannot be computed again.
     """
 
-    rows: StateRows
+    columns: tuple[NDArray[np.int32], ...]
     slots: IntArray
     lasts: NDArray[np.int32]
     overwrites: bool
+
+    def rows(self, states: Tensor, query_start_loc: Tensor) -> StateRows:
+        """Return the states for a model on a CPU: `states` is their memory, and `query_start_loc` [R + 1] int32."""
+        return StateRows(states, query_start_loc, *map(torch.from_numpy, self.columns))
+
+
+_NONE = np.empty(0, np.int32)
+# The states of a part without rows.
+NO_ROW_STATES = PartStates((_NONE, np.zeros(1, np.int32), _NONE, _NONE), np.empty(0, np.int64), _NONE, overwrites=False)
 
 
 class RowStates:
@@ -121,11 +130,11 @@ class RowStates:
         _, _, states = self._saves_of(rows)
         return states.tolist()
 
-    def of_part(self, rows: WorkingRows, query_start_loc: Tensor, states: Tensor) -> PartStates:
+    def of_part(self, rows: WorkingRows) -> PartStates:
         """Return the states that the rows of a step, or of a part of a step, read and write.
 
-        Every part reads the states that `advance` recorded after the previous part. `rows` are in slot order. `states`
-        is the memory of all states, [num_states + 1, state_size] float32. `query_start_loc` is [R + 1] int32.
+        Every part reads the states that `advance` recorded after the previous part. The result is in the order of
+        `rows`, which may be any.
         """
         slots, counts = rows.slots, rows.num_new_tokens
         reads, firsts, seconds = self._reads[slots], self._firsts[slots], self._seconds[slots]
@@ -141,8 +150,8 @@ class RowStates:
             starts, (save_counts, save_states) = _merge(len(slots), every, more, self._saves_of(rows))
         else:
             starts, save_counts, save_states = self._starts[: len(slots) + 1], counts, lasts
-        columns = (_as_int32(each) for each in (reads, starts, save_counts, save_states))
-        return PartStates(StateRows(states, query_start_loc, *columns), slots, lasts, overwrites)
+        columns = tuple(np.ascontiguousarray(each, np.int32) for each in (reads, starts, save_counts, save_states))
+        return PartStates(columns, slots, lasts, overwrites)
 
     def advance(self, part: PartStates) -> None:
         """Record that the model has computed a part. From now on its rows read the states that it wrote."""
@@ -155,7 +164,8 @@ class RowStates:
     def _saves_of(self, rows: WorkingRows) -> IntArray:
         """Return the saves at the positions of these rows: [3, S], indexes of rows, numbers of new tokens, states."""
         slots, positions, states = self._saves[:, np.isin(self._saves[0], rows.slots)]
-        indexes = np.searchsorted(rows.slots, slots)
+        order = np.argsort(rows.slots)
+        indexes = order[np.searchsorted(rows.slots, slots, sorter=order)]
         counts = positions - rows.starts[indexes]
         which = (counts >= 0) & (counts <= rows.num_new_tokens[indexes])
         return np.stack([indexes, counts, states])[:, which]
@@ -176,7 +186,3 @@ def _merge(num_rows: int, *parts: IntArray) -> tuple[IntArray, IntArray]:
     writes = np.concatenate(parts, axis=1)
     writes = writes[:, np.lexsort((writes[1], writes[0]))]
     return np.searchsorted(writes[0], np.arange(num_rows + 1)), writes[1:]
-
-
-def _as_int32(values: NDArray[np.integer]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, np.int32))

@@ -1,6 +1,6 @@
 """The division of a GPU's memory. This module calculates sizes; `loader.py` measures and allocates.
 
- total * utilization = others + weights + largest step + graphs + staging + exchange + KV cache
+ total * utilization = others + weights + largest step + graphs + staging + exchange + states + KV cache
 
 The largest step runs before the block pool exists, with every buffer that the runner keeps, and its peak is measured.
 
@@ -43,13 +43,14 @@ class DeviceMemory:
     graphs: int
     staging: int  # buffer in which blocks that move to the host are gathered
     exchange: int = 0  # buffers for communication between ranks
+    states: int = 0  # the pool of states, of a model that has states
 
     def left(self, utilization: float) -> int:
         """Return the bytes of GPU memory that are left for the KV cache, including the unused block 0.
 
         The result may be negative. `utilization` is the share of the GPU's memory that the worker may use, from 0 to 1.
         """
-        used = self.others + self.weights + self.step + self.graphs + self.staging + self.exchange
+        used = self.others + self.weights + self.step + self.graphs + self.staging + self.exchange + self.states
         return int(self.total * utilization) - used
 
     def describe(self) -> str:
@@ -60,6 +61,7 @@ class DeviceMemory:
             "CUDA graphs": self.graphs,
             "staging": self.staging,
             "buffers for the exchange between ranks": self.exchange,
+            "states": self.states,
             "CUDA itself and other processes": self.others,
         }
         taken = ", ".join(f"{name} {describe_memory(size)}" for name, size in parts.items() if size)

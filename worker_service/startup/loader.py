@@ -95,7 +95,6 @@ def _load_worker(
     device = choose_device(config.device, config.tensor_parallel_rank)
     communicator = _communicator(config, device)
     network = whole.of_rank(communicator.rank, communicator.size)
-    check_states(network, device)
     is_gpu, uses_onednn, block_size = device.type == "cuda", config.cpu_products == "onednn", config.choose_block_size()
     kernels = None if is_gpu else load_cpu_kernels(report.tell)
     dtype = choose_dtype(config.dtype, network.dtype, device, None if uses_onednn else kernels)
@@ -240,15 +239,6 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def check_states(network: Network, device: torch.device) -> None:
-    """Raise ValueError if the model's layers have states and `device` is a GPU, which does not support them."""
-    if network.state_size and device.type != "cpu":
-        raise ValueError(
-            f"--device is {device.type}, but models with a state, such as this {network.architecture}, run on CPUs "
-            "only in this version: use --device cpu"
-        )
-
-
 def num_state_layers(network: Network) -> int:
     """Return the number of layers with a state. Each of them has a convolution."""
     return sum(type(operation) is Convolve for operation in network.operations)
@@ -379,14 +369,14 @@ class _RunnerParts:
             num_device_states=cache.num_device_states,
         )
         table = SequenceTable(limits, gates_grammars=self.streams is not None)
-        pooler = Pooler(self.dense)
+        pooler, states = Pooler(self.dense), cache.states if cache.num_device_states else None
         if self.streams is None:
             model = host_model(self.model, self.backend)
-            states = cache.states if cache.num_device_states else None
             return HostComputation(model, cache.layers, self.backend, table, self.kernels, pooler, states)
         graphs = (self.config.max_graph_batch_size, self.config.max_graph_tokens)
         sampler = create_sampler(limits.vocab_size)
-        return DeviceComputation(self.model, cache.layers, self.backend, sampler, table, self.streams, pooler, *graphs)
+        of_host = (sampler, table, self.streams, pooler, *graphs, states)
+        return DeviceComputation(self.model, cache.layers, self.backend, *of_host)
 
     def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float, grammar_version: str) -> WorkerCapacity:
         """Return the capacity that the worker reports to the scheduler, such as its limits and block counts."""
@@ -435,24 +425,21 @@ class _RunnerParts:
             return sizes.counts_of_cpu(available)
         num_local_ranks = min(self.communicator.size, torch.cuda.device_count())
         host = sizes.host_counts(available, default_swap_bytes(self.device.type, available, num_local_ranks))
-        memory = self._measure_memory(host.num_blocks)
-        return Counts(sizes.num_gpu_blocks(memory, largest_step_size(self.config))), host
+        return sizes.gpu_counts(self._measure_memory(sizes, host), largest_step_size(self.config)), host
 
-    def _measure_memory(self, num_host_blocks: int) -> DeviceMemory:
+    def _measure_memory(self, sizes: PoolSize, host: Counts) -> DeviceMemory:
         """Run the largest possible step on a temporary runner.
 
-        Return the GPU memory that the worker needs besides the KV cache.
+        Return the GPU memory that the worker needs besides the KV cache. `host` is the size of the swap space.
         """
-        block_bytes = self.shape.block_bytes
+        pools = ((host.num_blocks, sizes.block_bytes), (host.num_states, sizes.state_bytes))
         memory = measure_memory(
             CudaMeter(self.device),
-            lambda num_blocks: self.runner(Counts(num_blocks), splits_steps=False)[0],
+            lambda counts: self.runner(counts, splits_steps=False)[0],
             step=largest_step_size(self.config),
-            max_model_len=self.max_model_len,
+            sizes=sizes,
             block_size=self.shape.block_size,
-            block_bytes=block_bytes,
-            num_groups=len(self.windows),
-            staging_bytes=num_staging_blocks(num_host_blocks, block_bytes) * block_bytes,
+            staging_bytes=sum(num_staging_blocks(*pool) * pool[1] for pool in pools if pool[0]),
         )
         if self.communicator.size > 1:
             memory = replace(memory, exchange=EXCHANGE_BYTES)
@@ -487,7 +474,7 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
         raise weights_refusal(total=total, free=free, needed=footprint.held)
     sizes.host_counts(available_bytes())
     least = DeviceMemory(total=total, others=total - free, weights=footprint.held, step=0, graphs=0, staging=0)
-    sizes.num_gpu_blocks(least, largest_step_size(sizes.config))
+    sizes.gpu_counts(least, largest_step_size(sizes.config))
 
 
 def log_formats(unloaded: UnloadedModel) -> None:

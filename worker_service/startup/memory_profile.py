@@ -11,6 +11,7 @@ from pagewire.common.wire.sampling_rules import MAX_ENTRIES, RANGES
 from worker_service.device import is_out_of_memory
 from worker_service.runner import ModelRunner
 from worker_service.startup.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
+from worker_service.startup.pool_size import Counts, PoolSize
 from worker_service.startup.warm_up import FILTERED, TrialRow, plan_trial
 
 _NUM_LISTED, _NUM_PROMPT_LOGPROBS = MAX_ENTRIES["logprob_token_ids"], int(RANGES["prompt_logprobs"].high)
@@ -49,26 +50,25 @@ class CudaMeter:
 
 def measure_memory(
     meter: CudaMeter,
-    make_runner: Callable[[int], ModelRunner],
+    make_runner: Callable[[Counts], ModelRunner],
     *,
     step: StepSize,
-    max_model_len: int,
+    sizes: PoolSize,
     block_size: int,
-    block_bytes: int,
-    num_groups: int,
     staging_bytes: int,
 ) -> DeviceMemory:
     """Measure the GPU memory that a worker needs besides the KV cache, by running the largest possible step.
 
-    `make_runner` returns a runner with the given number of KV cache blocks. That runner must not split steps. Before
-    and after this call, only the weights are allocated. Raises ValueError if the largest step does not fit into memory.
+    `make_runner` returns a runner with the given numbers of KV cache blocks and states. That runner must not split
+    steps. `sizes` describes the KV cache. Before and after this call, only the weights are allocated. Raises ValueError
+    if the largest step does not fit into memory.
     """
     meter.release()
     weights = meter.allocated()
-    plan, num_blocks = largest_step(step, max_model_len, block_size, num_groups)
+    plan, counts = largest_step(step, sizes.max_model_len, block_size, sizes.num_groups, bool(sizes.state_bytes))
     made: list[ModelRunner] = []
     try:
-        made.append(make_runner(num_blocks))
+        made.append(make_runner(counts))
         peak = meter.peak_of(lambda: made[0].execute(plan))
         num_graphs = made[0].computation.num_graphs
         largest = 0
@@ -87,14 +87,16 @@ def measure_memory(
         total=total,
         others=total - free - meter.allocated(),
         weights=weights,
-        step=peak - weights - (num_blocks + 1) * block_bytes,
+        step=peak - weights - sizes.size(counts),
         graphs=graph_bytes(largest_bytes=largest, num_graphs=num_graphs),
         staging=staging_bytes,
     )
 
 
-def largest_step(step: StepSize, max_model_len: int, block_size: int, num_groups: int = 1) -> tuple[StepPlan, int]:
-    """Return a plan for the largest possible step of a worker, and the number of KV cache blocks that the plan uses.
+def largest_step(
+    step: StepSize, max_model_len: int, block_size: int, num_groups: int = 1, has_states: bool = False
+) -> tuple[StepPlan, Counts]:
+    """Return a plan for the largest possible step of a worker, and the KV cache blocks and states that the plan uses.
 
     The plan has `step.num_rows` sequences, all of which sample, and up to `step.num_tokens` tokens. The sequences
     request every sampling feature that needs memory. They have a block table for each of `num_groups` layer groups.
@@ -109,4 +111,6 @@ def largest_step(step: StepSize, max_model_len: int, block_size: int, num_groups
         num_prompt_logprobs=_NUM_PROMPT_LOGPROBS,
     )
     rows = (TrialRow(num_tokens, num_tokens, sampling),) * step.num_rows
-    return plan_trial(rows, block_size, num_groups), num_groups * sum(row.num_blocks(block_size) for row in rows)
+    num_blocks = num_groups * sum(row.num_blocks(block_size) for row in rows)
+    num_states = sum(row.num_states for row in rows) if has_states else 0
+    return plan_trial(rows, block_size, num_groups, has_states), Counts(num_blocks, num_states)

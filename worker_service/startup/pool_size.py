@@ -4,7 +4,7 @@ This module calculates sizes and allocates nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pagewire.common.process.memory_size import describe_memory, parse_memory
@@ -215,23 +215,25 @@ class PoolSize:
         device = self.device_counts(available_bytes)
         return device, self.host_counts(available_bytes - self.size(device))
 
-    def num_gpu_blocks(self, memory: DeviceMemory, step: StepSize) -> int:
-        """Return the number of KV cache blocks on a GPU. `memory` is the measured use of its memory without the cache.
+    def gpu_counts(self, memory: DeviceMemory, step: StepSize) -> Counts:
+        """Return the size of the KV cache on a GPU. `memory` is the measured use of its memory without the cache.
 
-        The number is set by an option or follows from --gpu-memory-utilization. Raises ValueError if the memory is too
-        small for the requested number, or for a block of each layer group.
+        The size is set by an option or follows from --gpu-memory-utilization. Raises ValueError if the memory is too
+        small for the requested size, or for a block of each layer group.
         """
         asked = self._counts_asked(memory.left(1.0), memory.describe())
         if asked is not None:
-            return self._checked(asked).num_blocks
+            return self._checked(asked)
+        utilization = self.config.gpu_memory_utilization
+        num_states = self.num_states(max(0, memory.left(utilization)))
         num_blocks = size_pool(
-            memory,
-            utilization=self.config.gpu_memory_utilization,
+            replace(memory, states=_with_unused(num_states, self.state_bytes)),
+            utilization=utilization,
             block_bytes=self.block_bytes,
             max_num_blocks=self.max_num_blocks,
             step=step,
         )
-        return self._checked(Counts(num_blocks)).num_blocks
+        return self._checked(Counts(num_blocks, num_states))
 
     def describe_reduced(self) -> str | None:
         """Return a warning for the log if the KV cache is smaller than --kv-cache-memory allows, else None.

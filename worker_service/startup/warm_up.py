@@ -59,17 +59,23 @@ class TrialRow:
         """Return the number of KV cache blocks that the sequence's tokens need."""
         return -(-self.num_tokens // block_size)
 
+    @property
+    def num_states(self) -> int:
+        """The number of states of the sequence, if the model has states."""
+        return 2 if self.grammar_id or self.sampling.num_candidates is not None else 1
 
-def plan_trial(rows: Sequence[TrialRow], block_size: int, num_groups: int = 1) -> StepPlan:
+
+def plan_trial(rows: Sequence[TrialRow], block_size: int, num_groups: int = 1, has_states: bool = False) -> StepPlan:
     """Return a step plan that starts the given sequences in an empty worker and computes their new tokens.
 
     The sequences use the KV cache blocks from 1 on. Each has its own blocks, as many in each of `num_groups` layer
-    groups.
+    groups. If the model has states, the sequences use the states from 1 on in the same way.
     """
-    openings, next_block = [], 1
+    openings, next_block, next_state = [], 1, 1
     for slot, row in enumerate(rows):
         num_blocks = row.num_blocks(block_size)
         past_block = next_block + num_groups * num_blocks
+        own_states = tuple(range(next_state, next_state + row.num_states)) if has_states else ()
         openings.append(
             RowOpening(
                 slot=slot,
@@ -83,9 +89,11 @@ def plan_trial(rows: Sequence[TrialRow], block_size: int, num_groups: int = 1) -
                 sample_index=0,
                 grammar_id=row.grammar_id,
                 table_lengths=(num_blocks,) * num_groups,
+                read_state=next_state if has_states and row.num_new < row.num_tokens else 0,
+                own_states=own_states,
             )
         )
-        next_block = past_block
+        next_block, next_state = past_block, next_state + len(own_states)
     return StepPlan(
         epoch=0,
         step=1,
@@ -108,7 +116,7 @@ def warm_up(runner: ModelRunner, grammars: EpochGrammars, tell: Callable[[str], 
     started_at = time.monotonic()
     for index, (name, rows) in enumerate(steps):
         tell(f"compiling kernels: {index} of {len(steps)} ({name})")
-        runner.execute(plan_trial(rows, limits.block_size, len(limits.windows)))
+        runner.execute(plan_trial(rows, limits.block_size, len(limits.windows), limits.num_device_states > 0))
         runner.table.clear()
     logger.info("compiled the kernels of %d kinds of steps in %.1f s", len(steps), time.monotonic() - started_at)
     if has_grammar:
@@ -176,13 +184,14 @@ def _max_num_tokens(limits: TableLimits) -> int:
 def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
     """Return whether a warm-up step with these sequences stays within the worker's limits.
 
-    The limits are the number of sequences, KV cache blocks, new tokens, and the length of a sequence. Prompts of a
-    bidirectional model are computed whole.
+    The limits are the number of sequences, KV cache blocks, states, new tokens, and the length of a sequence. Prompts
+    of a bidirectional model are computed whole.
     """
     num_blocks = len(limits.windows) * sum(row.num_blocks(limits.block_size) for row in rows)
     return (
         len(rows) <= limits.max_num_seqs
         and num_blocks <= limits.num_device_blocks
+        and (not limits.num_device_states or sum(row.num_states for row in rows) <= limits.num_device_states)
         and sum(row.num_new for row in rows) <= limits.max_num_batched_tokens
         and all(row.num_tokens <= limits.max_model_len for row in rows)
         and all(row.num_tokens == row.num_new for row in rows if limits.is_bidirectional)
