@@ -913,7 +913,7 @@ def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:
     assert_all_equal(pair, [StepPlan(1, 2)])
     assert pair.device.graphs[-1].num_replays == 1
     graphs, no_rows = pair.runner.computation._graphs, np.empty(0, np.int64)
-    padding = torch.from_numpy(graphs.padded(no_rows, no_rows, 1))
+    padding = torch.from_numpy(graphs.padded(no_rows, no_rows, None, 1))
     pair.device.compute.run(lambda: graphs.set_rows(padding))
     for graph in pair.device.graphs[-2:]:
         graph.replay()
