@@ -79,8 +79,8 @@ check-aarch64: $(READY)  ## test the CPU kernels for AArch64 under qemu; ARGS=".
 first-hour: $(READY)  ## test the first steps of new users on unusual machines; ARGS="compil PIP_USER": only some cases
 	$(BIN)/python -m tests.first_hour $(ARGS)
 
-fuzz: $(READY)  ## fuzz for MINUTES=n: random requests alone and in batches must have equal outputs, and grammars; SEED=n: the first seed; FAMILY=llama,gpt_oss: random models of these families; MEMORY=0.33: a KV cache of this share of what the requests in flight need; KILLS=n: kill the worker n times while it runs requests
-	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(FAMILY),--family $(FAMILY)) $(if $(MEMORY),--memory $(MEMORY)) $(if $(KILLS),--kills $(KILLS))
+fuzz: $(READY)  ## fuzz for MINUTES=n: random requests alone and in batches must have equal outputs, and grammars; SEED=n: the first seed; FAMILY=llama,gpt_oss: random models of these families; MEMORY=0.33: a KV cache of this share of what the requests in flight need; KILLS=n: kill the worker n times while it runs requests; WEIGHTS=float32,bfloat16,int8,int4: formats of the weights
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(FAMILY),--family $(FAMILY)) $(if $(MEMORY),--memory $(MEMORY)) $(if $(KILLS),--kills $(KILLS)) $(if $(WEIGHTS),--weights $(WEIGHTS))
 
 sim: $(READY)  ## simulate SEEDS=n histories of the scheduler with a failing worker, from seed FIRST=n; COMPILED=1: faster
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --first $(FIRST) $(if $(COMPILED),--compiled)

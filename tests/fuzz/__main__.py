@@ -17,7 +17,14 @@ from typing import NoReturn
 from tests.fuzz.fuzz_round import run_round
 from tests.fuzz.random_spelling import spell_randomly
 from tests.fuzz.report import Report
-from tests.fuzz.setting import Setting, parse_count, parse_families_of_checkpoints, parse_memory
+from tests.fuzz.setting import (
+    WEIGHTS,
+    Setting,
+    parse_count,
+    parse_families_of_checkpoints,
+    parse_memory,
+    parse_weights,
+)
 
 FIRST_KILLS = 4  # at most in the first round, if the number of rounds is not given
 
@@ -36,12 +43,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, help="how many rounds at most (default: as many as there is time for)")
     parser.add_argument("--seed", type=int, help="of the first round; those of others follow (default: drawn)")
     parser.add_argument("--requests", type=int, default=80, help="how many a round sends (default 80)")
-    families = "families of random models, in float32, separated by commas (default: three kinds of models)"
+    families = "families of random models, separated by commas (default: three kinds of models)"
     parser.add_argument("--family", type=parse_families_of_checkpoints, default=(), help=families)
     memory = "the share of the blocks that the requests in flight need (default: 1 with --family, else drawn)"
     parser.add_argument("--memory", type=parse_memory, default=0.0, help=memory)
     kills = "how often to kill the worker while it runs requests; rounds go on until all kills are done (default 0)"
     parser.add_argument("--kills", type=parse_count, default=0, help=kills)
+    weights = f"formats of the weights, separated by commas: {', '.join(WEIGHTS)} (default float32)"
+    parser.add_argument("--weights", type=parse_weights, default=("float32",), help=weights)
     return parser
 
 
@@ -58,7 +67,7 @@ def num_kills_of_round(num_left: int, num_rounds_left: float | None) -> int:
 async def main() -> int:
     arguments = parser().parse_args()
     first = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
-    setting = Setting(arguments.family, arguments.memory)
+    setting = Setting(arguments.family, arguments.memory, weights=arguments.weights)
     started, total = time.monotonic(), Report(first)
     ends_at = started + 60 * arguments.minutes
 

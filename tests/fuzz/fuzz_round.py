@@ -22,11 +22,11 @@ from tests.fuzz.drawn_request import VOCAB_SIZE, DrawnRequest, Way, draw_request
 from tests.fuzz.killer import Killer
 from tests.fuzz.memory import CacheShape, Lengths
 from tests.fuzz.report import Report
-from tests.fuzz.setting import Setting
+from tests.fuzz.setting import WEIGHTS, Setting
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
-FLOAT32 = ["--dtype", "float32", "--log-level", "error"]
-CALM = {"worker": [*FLOAT32, "--num-threads", 1], "scheduler": ["--no-enable-prefix-caching", "--pipeline-depth", 1]}
+QUIET = ["--log-level", "error"]
+CALM = {"worker": [*QUIET, "--num-threads", 1], "scheduler": ["--no-enable-prefix-caching", "--pipeline-depth", 1]}
 END = 0  # the tokenizer's end token
 REST_S = 60.0  # seconds within which a server must become idle once its clients have gone
 FAMILIES = ("bundled", "mistral", "qwen2_moe")
@@ -57,7 +57,7 @@ def draw_model(seed: int, folder: Path, families: Sequence[str]) -> Path:
 def draw_flags(rng: random.Random) -> dict[str, list[Any]]:
     """Return flags for services with a small cache, small steps, and every feature that moves blocks."""
     block_size = rng.choice((4, 8, 16))
-    worker = [*FLOAT32, "--block-size", block_size, "--num-device-blocks", rng.choice((448, 640)) // block_size]
+    worker = [*QUIET, "--block-size", block_size, "--num-device-blocks", rng.choice((448, 640)) // block_size]
     worker += ["--num-host-blocks", rng.choice((0, 400, 4000)) // block_size, "--num-threads", rng.choice((1, 2))]
     worker += ["--max-num-seqs", rng.choice((8, 16, 32)), "--max-num-batched-tokens", rng.choice((16, 48, 100, 512))]
     scheduler = ["--preemption", rng.choice(("swap", "recompute", "auto")), "--pipeline-depth", rng.choice((1, 2, 3))]
@@ -89,17 +89,24 @@ async def run_round(seed: int, num_requests: int, setting: Setting = DEFAULT) ->
     with tempfile.TemporaryDirectory() as folder:
         model = draw_model(seed, Path(folder), setting.families or FAMILIES)
         start = LoggingStart(Path(folder))
-        with running(model, start=start, **CALM) as calm:
+        weights = WEIGHTS[random.Random(f"weights {seed}").choice(setting.weights)]
+        print(f"    {' '.join(weights)}", flush=True)
+        with running(model, start=start, **_with_weights(CALM, weights)) as calm:
             async with AsyncClient(calm.url) as client:
                 requests, alone = await _alone(client, requests)
                 if setting.is_tight:
                     tight = await _tight_flags(client, seed, setting.memory, requests, alone, num_at_once)
                     flags = {service: flags[service] + tight[service] for service in flags}
+        flags = _with_weights(flags, weights)
         with running(model, start=start, **flags) as system, _front_end(model, system, start) as http_url:
             await _Round(system, http_url, requests, alone, num_at_once, report).run(setting.num_kills)
         report.faults += [f"logged: {line}" for line in start.lines()]
     loop.set_exception_handler(None)
     return report
+
+
+def _with_weights(flags: dict[str, list[Any]], weights: list[str]) -> dict[str, list[Any]]:
+    return {**flags, "worker": [*flags["worker"], *weights]}
 
 
 async def _tight_flags(

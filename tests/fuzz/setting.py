@@ -4,6 +4,13 @@ import argparse
 from collections.abc import Collection
 from dataclasses import dataclass
 
+# The flags of a worker by the format of its weights. "int8" and "int4" store codes like GGUF's Q8_0 and Q4_0.
+WEIGHTS = {
+    "float32": ["--dtype", "float32"],
+    "bfloat16": ["--dtype", "bfloat16"],
+    "int8": ["--dtype", "float32", "--quantization", "int8"],
+    "int4": ["--dtype", "float32", "--quantization", "int4"],
+}
 _TEXT = "_text"  # the suffix of transformers' name for the text model of a family that also reads images
 
 
@@ -17,11 +24,13 @@ class Setting:
         memory: the share of the KV cache blocks that the requests in flight need together. 0: all of them if there are
             families, else a size drawn at random.
         num_kills: how often the worker is killed during the round.
+        weights: the formats from which that of the weights is drawn, of WEIGHTS.
     """
 
     families: tuple[str, ...] = ()
     memory: float = 0.0
     num_kills: int = 0
+    weights: tuple[str, ...] = ("float32",)
 
     @property
     def is_tight(self) -> bool:
@@ -33,7 +42,17 @@ class Setting:
         """The flags of `python -m tests.fuzz` that select these settings for one round."""
         families = f" --family {','.join(self.families)}" if self.families else ""
         memory = f" --memory {self.memory:g}" if self.memory else ""
-        return families + memory + (f" --kills {self.num_kills}" if self.num_kills else "")
+        weights = f" --weights {','.join(self.weights)}" if self.weights != ("float32",) else ""
+        return families + memory + (f" --kills {self.num_kills}" if self.num_kills else "") + weights
+
+
+def parse_weights(text: str) -> tuple[str, ...]:
+    """Return the formats in a list separated by commas. Raises argparse.ArgumentTypeError if one is not in WEIGHTS."""
+    found = tuple(text.split(","))
+    for name in found:
+        if name not in WEIGHTS:
+            raise argparse.ArgumentTypeError(f"format {name!r} is not known; use {', '.join(WEIGHTS)}")
+    return found
 
 
 def parse_families(text: str, known: Collection[str]) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ import pytest
 
 from testing.kernels.compiler import skip_without_compiler
 from tests.fuzz import fuzz_round
-from tests.fuzz.fuzz_round import run_round
+from tests.fuzz.fuzz_round import CALM, run_round
 from tests.fuzz.random_spelling import spell_randomly
+from tests.fuzz.setting import WEIGHTS
 
 
 @pytest.mark.parametrize("seed", [23])
@@ -20,9 +21,14 @@ async def test_concurrent_requests_equal_isolated_requests(seed: int) -> None:
 
 
 async def test_a_request_that_yields_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is computed in bfloat16, so that its outputs differ."""
+    """In company the model is computed in bfloat16, so that its outputs differ."""
     skip_without_compiler()
-    monkeypatch.setattr(fuzz_round, "FLOAT32", ["--dtype", "bfloat16", "--log-level", "error"])
+    with_weights = fuzz_round._with_weights
+    monkeypatch.setattr(
+        fuzz_round,
+        "_with_weights",
+        lambda flags, weights: with_weights(flags, weights if flags is CALM else WEIGHTS["bfloat16"]),
+    )
     report = await run_round(30, 4)
     assert any(fault.startswith("request ") and "DrawnRequest(" in fault for fault in report.faults)
 

@@ -12,7 +12,7 @@ from tests.fuzz.drawn_request import draw_requests, draw_turns
 from tests.fuzz.fuzz_round import run_round
 from tests.fuzz.memory import CacheShape, Lengths
 from tests.fuzz.report import Report
-from tests.fuzz.setting import Setting, parse_count, parse_families, parse_memory
+from tests.fuzz.setting import Setting, parse_count, parse_families, parse_memory, parse_weights
 
 KNOWN = ("llama", "gpt_oss", "gemma3_text")
 
@@ -34,6 +34,7 @@ def test_families_are_named_one_or_several():
         (parse_memory, "0", "'0' is not a share; use a number above 0 and up to 10, such as 0.33"),
         (parse_memory, "nan", "'nan' is not a share; use a number above 0 and up to 10, such as 0.33"),
         (parse_memory, "half", "'half' is not a share; use a number above 0 and up to 10, such as 0.33"),
+        (parse_weights, "int8,fp4", "format 'fp4' is not known; use float32, bfloat16, int8, int4"),
         (parse_count, "-1", "'-1' is not a count; use a whole number from 0"),
     ],
 )
@@ -44,10 +45,10 @@ def test_an_invalid_setting_is_refused_in_one_line(parse, text, message):
 
 
 def test_the_flags_of_a_fault_select_the_same_round():
-    setting = Setting(("llama",), 0.33, 3)
-    found = parser().parse_args(["--memory", "0.33", "--kills", "3"])
-    assert setting.flags == " --family llama --memory 0.33 --kills 3"
-    assert (found.memory, found.kills, found.family) == (0.33, 3, ())
+    setting = Setting(("llama",), 0.33, 3, ("float32", "int8"))
+    found = parser().parse_args(["--memory", "0.33", "--kills", "3", "--weights", "float32,int8"])
+    assert setting.flags == " --family llama --memory 0.33 --kills 3 --weights float32,int8"
+    assert (found.memory, found.kills, found.family, found.weights) == (0.33, 3, (), ("float32", "int8"))
     assert Setting().flags == ""
 
 
