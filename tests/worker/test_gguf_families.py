@@ -262,7 +262,7 @@ REFUSED = [
     (
         "qwen3_5_text",
         {"qwen35.ssm.inner_size": 100},
-        r"ssm\.inner_size is 100, but must be 192, the product of ssm\.sta",
+        r"ssm\.inner_size is 100, but must be 384, the product of ssm\.sta",
     ),
     ("qwen3_5_text", {"qwen35.full_attention_interval": 0}, r"full_attention_interval is 0, but must be a whole numbe"),
     ("qwen3_5_text", {"qwen35.ssm.state_size": None}, r"has no qwen35\.ssm\.state_size, which must be a whole number"),

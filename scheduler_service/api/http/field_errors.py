@@ -42,7 +42,7 @@ def field_error(text: str, given: Any, read: Any, kind: type[Struct]) -> Refused
     reason, place = text.rsplit(_PLACE, 1) if _PLACE in text else (text, "")
     steps = [name or (int(index) if index.isdecimal() else index) for name, index in _STEP.findall(place)]
     if reason.startswith((_UNKNOWN, _MISSING)):
-        steps.append(reason.split("`")[1][:SHOWN_CHARS])
+        steps.append(reason.split("`", 2)[1][:SHOWN_CHARS])  # the name may consist of backticks
     elif place.startswith(_OF_KEY):
         key, accepted = _faulty_entry(kind, steps, read)
         path, _ = _locate(given, steps, UNSET)
