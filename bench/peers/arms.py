@@ -63,7 +63,8 @@ class Loads:
     @property
     def names(self) -> list[str]:
         by_depth = map(depth_name, self.depths)
-        return [*map(decode_name, self.num_streams), *by_depth, self.prefill_name, self.mixed_name]
+        mixed = [self.mixed_name] if self.num_mixed else []
+        return [*map(decode_name, self.num_streams), *by_depth, self.prefill_name, *mixed]
 
     @property
     def prefill_name(self) -> str:
@@ -86,6 +87,10 @@ def decode_name(num_streams: int) -> str:
 
 def depth_name(depth: int) -> str:
     return f"decode after {depth:,} tokens"
+
+
+# For models and machines on which a round of all loads takes hours.
+QUICK = Loads(input_len=32, output_len=40, num_mixed=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,8 @@ def rates(seconds: Seconds, loads: Loads, vocab_size: int, seed: int) -> dict[st
     seconds(batch(1, loads.prefill_len, WARM_UP_LEN))
     prefills = [seconds(batch(1, loads.prefill_len, 1)) for _ in range(NUM_PREFILLS)]
     found[loads.prefill_name] = loads.prefill_len / statistics.median(prefills)
+    if not loads.num_mixed:
+        return found
     workload = Workload(loads.num_mixed, loads.mixed_input, loads.mixed_output, seed=seed)
     requests = workload.requests(vocab_size)
     mixed = Batch([list(r.prompt_token_ids) for r in requests], [r.num_output_tokens for r in requests])

@@ -25,7 +25,17 @@ from pathlib import Path
 import torch
 
 from bench.checkpoint import EXPERT_SHAPES, SHAPES, STATE_SHAPES, random_checkpoint
-from bench.peers.arms import Arm, LlamaCppArm, Loads, Model, PagewireArm, PeerFailedError, ProgramArm, transformers_arms
+from bench.peers.arms import (
+    QUICK,
+    Arm,
+    LlamaCppArm,
+    Loads,
+    Model,
+    PagewireArm,
+    PeerFailedError,
+    ProgramArm,
+    transformers_arms,
+)
 from bench.peers.environment import (
     AVX2,
     FORMATS,
@@ -255,6 +265,9 @@ def parse_arguments(flags: Sequence[str]) -> argparse.Namespace:
         help="the instruction set of both sides: this machine's (default), or AVX2 alone, with llama.cpp as the peer",
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each arm (default: 3)")
+    parser.add_argument(
+        "--quick", action="store_true", help="short prompts and outputs, and no mixed requests: a fifth of the time"
+    )
     parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all cores)")
     parser.add_argument("--environments", type=Path, default=cache, help=f"the peers' environments (default: {cache})")
     parser.add_argument(
@@ -283,7 +296,7 @@ def main(flags: Sequence[str]) -> None:
     models = [replace(shape, weight_format=name) for shape in shapes for name in arguments.formats]
     load_average = load_before()
     chosen, left_out = choose_arms(arguments, dtype)
-    loads = replace(Loads(), depths=tuple(arguments.depths))
+    loads = replace(QUICK if arguments.quick else Loads(), depths=tuple(arguments.depths))
     measurement = Measurement(chosen, loads)
     measurement.skipped.update(left_out)
     path = arguments.output or results_path(isa, arguments.models, arguments.formats)
