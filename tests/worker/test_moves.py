@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.common.wire.messages import StepPlan
+from pagewire.common.wire.messages import FIRST_STATE_ID, StepPlan
 from testing.worker.host_blocks import host_block
-from tests.worker.fake_device import FakeDevice, Guard
+from tests.worker.fake_device import CPU, FakeDevice, Guard
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.cache.stream_moves import _BlockIds, _find_runs, num_staging_blocks
 
@@ -108,13 +108,16 @@ def numbers(content: Tensor) -> set[float]:
     return set(content.flatten().tolist())
 
 
-@pytest.fixture(params=[(100, 100, 100), (3, 2, 5), (1, 1, 1)], ids=["one-chunk", "chunks", "single-blocks"])
+@pytest.fixture(
+    params=[(100, 100, 100), (3, 2, 5), (1, 1, 1), (2, 0.4, 3)],
+    ids=["one-chunk", "chunks", "single-blocks", "pieces of blocks"],
+)
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the limits, in blocks, of staging, of a transfer and of a slab."""
     staged, transferred, slab = request.param
     monkeypatch.setattr("worker_service.cache.stream_moves._SLAB_BYTES", slab * SHAPE.block_bytes)
     monkeypatch.setattr("worker_service.cache.stream_moves._MAX_STAGING_BYTES", staged * SHAPE.block_bytes)
-    monkeypatch.setattr("worker_service.cache.stream_moves._MAX_TRANSFER_BYTES", transferred * SHAPE.block_bytes)
+    monkeypatch.setattr("worker_service.cache.stream_moves._MAX_TRANSFER_BYTES", int(transferred * SHAPE.block_bytes))
 
 
 @pytest.mark.usefixtures("limits")
@@ -122,6 +125,25 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_moves_beside_compute(seed: int) -> None:
     """Moves see all earlier computation and none of the later; an acknowledgement is never early."""
     run_history(History(seed))
+
+
+def test_states_of_an_odd_size_move_too() -> None:
+    device = FakeDevice(3)
+    cache = CacheEngine(SHAPE, 4, CPU, 2, device, state_size=3, num_device_states=5, num_host_states=4)
+    assert cache.states.stride() == (4, 1)
+    cache.states[1:] = torch.arange(1.0, 6.0)[:, None]
+    out = {"swap_out_device_blocks": (FIRST_STATE_ID + 4, 2), "swap_out_host_blocks": (FIRST_STATE_ID + 1, 1)}
+    back = {"swap_in_host_blocks": (FIRST_STATE_ID + 1,), "swap_in_device_blocks": (FIRST_STATE_ID + 2,)}
+    for step, columns in enumerate((out, back), start=1):
+        plan = StepPlan(1, step, **columns)
+        cache.check(plan)
+        cache.move(plan)
+        device.synchronize()
+        assert cache.last_moved_step() == step
+    cache.fill_states_with_nan([5])
+    device.synchronize()
+    assert cache.states[:5, 0].tolist() == [0, 1, 4, 3, 4]
+    assert cache.states[5].isnan().all()
 
 
 def test_moves_that_do_not_wait_for_compute_are_noticed() -> None:

@@ -118,9 +118,12 @@ class CacheEngine:
         self._moves = _moves_of(blocks, num_host_blocks, streams)
         self.num_device_states = num_device_states
         self.num_host_states = num_host_states
-        self.states = torch.empty((num_device_states + 1, state_size), device=device)
-        self.states[0] = 0
-        self._state_moves = _moves_of(self.states.view(torch.uint8), num_host_states, streams if state_size else None)
+        # On an accelerator, each state begins at a multiple of 16 bytes, which its moves need.
+        width = state_size if streams is None else state_size + -state_size % 4
+        states = torch.empty((num_device_states + 1, width), device=device)
+        states[0] = 0
+        self.states = states[:, :state_size]
+        self._state_moves = _moves_of(states.view(torch.uint8), num_host_states, streams if state_size else None)
         self._last_planned_step = 0
 
     def reset(self) -> None:

@@ -263,14 +263,21 @@ class StreamMoves:
         self._operations.gather(self._blocks, ids.to(self._blocks.device, non_blocking=True), staging)
         for run in runs:
             staged = staging[run.first : run.first + run.num]
-            self._host(run.place, run.num).copy_(staged, non_blocking=True)
+            _transfer(staged, self._host(run.place, run.num))
 
     def _swap_in(self, ids: Tensor, runs: list[_Run]) -> None:
         staging = self._staging[: len(ids)]
         for run in runs:
             staged = staging[run.first : run.first + run.num]
-            staged.copy_(self._host(run.place, run.num), non_blocking=True)
+            _transfer(self._host(run.place, run.num), staged)
         self._operations.scatter(staging, self._blocks, ids.to(self._blocks.device, non_blocking=True))
+
+
+def _transfer(source: Tensor, target: Tensor) -> None:
+    """Copy a run between the staging buffer and the host pool, in transfers of at most `_MAX_TRANSFER_BYTES`."""
+    pieces = zip(source.view(-1).split(_MAX_TRANSFER_BYTES), target.view(-1).split(_MAX_TRANSFER_BYTES), strict=True)
+    for piece, place in pieces:
+        place.copy_(piece, non_blocking=True)
 
 
 def _find_runs(places: Sequence[int], max_blocks: int, slab_blocks: int) -> Iterator[_Run]:

@@ -91,7 +91,9 @@ class DeviceComputation:
         self._uploads = UploadRing(device)
         self._result_buffers = ResultBuffers(device)
         is_capturable = backend.is_capturable and sampler.is_capturable
-        sizes = graph_sizes(max_graph_batch_size, limits.max_num_seqs) if is_capturable else ()
+        # Each row of a model with states needs a state of its own.
+        max_num_rows = min(limits.max_num_seqs, limits.num_device_states or limits.max_num_seqs)
+        sizes = graph_sizes(max_graph_batch_size, max_num_rows) if is_capturable else ()
         self._graphs = DecodeGraphs(sizes, limits, device, states)
         has_mixed_graphs = bool(sizes) and backend.is_mixed_capturable
         self._mixed_graphs = MixedGraphs(max_graph_tokens if has_mixed_graphs else 0, limits, device, states)

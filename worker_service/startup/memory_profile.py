@@ -112,5 +112,5 @@ def largest_step(
     )
     rows = (TrialRow(num_tokens, num_tokens, sampling),) * step.num_rows
     num_blocks = num_groups * sum(row.num_blocks(block_size) for row in rows)
-    num_states = sum(row.num_states for row in rows) if has_states else 0
+    num_states = rows[0].num_states if has_states else 0  # all rows write the same
     return plan_trial(rows, block_size, num_groups, has_states), Counts(num_blocks, num_states)

@@ -61,7 +61,7 @@ class TrialRow:
 
     @property
     def num_states(self) -> int:
-        """The number of states of the sequence, if the model has states."""
+        """The number of states that the sequence writes, if the model has states."""
         return 2 if self.grammar_id or self.sampling.num_candidates is not None else 1
 
 
@@ -69,13 +69,12 @@ def plan_trial(rows: Sequence[TrialRow], block_size: int, num_groups: int = 1, h
     """Return a step plan that starts the given sequences in an empty worker and computes their new tokens.
 
     The sequences use the KV cache blocks from 1 on. Each has its own blocks, as many in each of `num_groups` layer
-    groups. If the model has states, the sequences use the states from 1 on in the same way.
+    groups. If the model has states, all sequences write the same states, because nothing reads what they compute.
     """
-    openings, next_block, next_state = [], 1, 1
+    openings, next_block = [], 1
     for slot, row in enumerate(rows):
         num_blocks = row.num_blocks(block_size)
         past_block = next_block + num_groups * num_blocks
-        own_states = tuple(range(next_state, next_state + row.num_states)) if has_states else ()
         openings.append(
             RowOpening(
                 slot=slot,
@@ -89,11 +88,11 @@ def plan_trial(rows: Sequence[TrialRow], block_size: int, num_groups: int = 1, h
                 sample_index=0,
                 grammar_id=row.grammar_id,
                 table_lengths=(num_blocks,) * num_groups,
-                read_state=next_state if has_states and row.num_new < row.num_tokens else 0,
-                own_states=own_states,
+                read_state=int(has_states and row.num_new < row.num_tokens),
+                own_states=tuple(range(1, row.num_states + 1)) if has_states else (),
             )
         )
-        next_block, next_state = past_block, next_state + len(own_states)
+        next_block = past_block
     return StepPlan(
         epoch=0,
         step=1,
@@ -184,14 +183,13 @@ def _max_num_tokens(limits: TableLimits) -> int:
 def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
     """Return whether a warm-up step with these sequences stays within the worker's limits.
 
-    The limits are the number of sequences, KV cache blocks, states, new tokens, and the length of a sequence. Prompts
-    of a bidirectional model are computed whole.
+    The limits are the number of sequences, KV cache blocks, new tokens, and the length of a sequence. Prompts of a
+    bidirectional model are computed whole.
     """
     num_blocks = len(limits.windows) * sum(row.num_blocks(limits.block_size) for row in rows)
     return (
         len(rows) <= limits.max_num_seqs
         and num_blocks <= limits.num_device_blocks
-        and (not limits.num_device_states or sum(row.num_states for row in rows) <= limits.num_device_states)
         and sum(row.num_new for row in rows) <= limits.max_num_batched_tokens
         and all(row.num_tokens <= limits.max_model_len for row in rows)
         and all(row.num_tokens == row.num_new for row in rows if limits.is_bidirectional)
