@@ -38,7 +38,10 @@ def test_a_prompt_is_answered_and_the_server_ends() -> None:
     given = run(MODEL, *FLAGS, "--dtype", "float32", PROMPT)
     assert given.returncode == 0, given.stderr
     assert len(given.stdout.split()) > 4
-    starting, ready = given.stderr.splitlines()
+    starting, *progress, ready = given.stderr.splitlines()
+    assert all(" WARNING worker_service.startup.progress: " in line for line in progress), (
+        "told of a start that is slow"
+    )
     assert starting == f"starting pagewire serve {MODEL}"
     assert ready.startswith("ready on grpc://127.0.0.1:")
     piped = run(MODEL, *FLAGS, "--dtype", "float32", verb="chat", told=f"{PROMPT}\n")
