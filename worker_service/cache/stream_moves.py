@@ -275,9 +275,10 @@ class StreamMoves:
 
 def _transfer(source: Tensor, target: Tensor) -> None:
     """Copy a run between the staging buffer and the host pool, in transfers of at most `_MAX_TRANSFER_BYTES`."""
-    pieces = zip(source.view(-1).split(_MAX_TRANSFER_BYTES), target.view(-1).split(_MAX_TRANSFER_BYTES), strict=True)
-    for piece, place in pieces:
-        place.copy_(piece, non_blocking=True)
+    for read, written in zip(
+        source.view(-1).split(_MAX_TRANSFER_BYTES), target.view(-1).split(_MAX_TRANSFER_BYTES), strict=True
+    ):
+        written.copy_(read, non_blocking=True)
 
 
 def _find_runs(places: Sequence[int], max_blocks: int, slab_blocks: int) -> Iterator[_Run]:
