@@ -127,7 +127,8 @@ async def _tight_flags(
     worker: list[Any] = ["--block-size", block_size, "--max-num-batched-tokens", chunk, "--max-num-seqs", MAX_ROWS]
     info = (await client.info()).worker
     assert info is not None
-    shape = CacheShape(block_size, info.layer_group_windows or (info.sliding_window,), chunk, min(chunk, MAX_ROWS))
+    windows = info.layer_group_windows or (info.sliding_window,)
+    shape = CacheShape(block_size, windows, chunk, min(chunk, MAX_ROWS), info.state_bytes > 0)
     lengths = [
         Lengths.of(request, await _num_prompt_tokens(client, request), received)
         for request, received in zip(requests, alone, strict=True)

@@ -38,12 +38,14 @@ class CacheShape:
         windows: the sliding window of each layer group, in tokens; 0: none.
         chunk: the largest number of tokens that one step computes.
         max_rows: the largest number of rows that run at once.
+        has_states: whether the model has states besides K and V.
     """
 
     block_size: int
     windows: tuple[int, ...]
     chunk: int
     max_rows: int
+    has_states: bool = False
 
     def num_blocks(self, request: Lengths, num_output: int) -> int:
         """Return how many blocks a request needs at most at one time if each row has `num_output` tokens of output.
@@ -52,8 +54,9 @@ class CacheShape:
         it reads and writes in one step.
         """
         num_tokens = request.num_prompt + num_output
-        # Beams may share nothing if a window has passed the prompt.
-        num_shared = request.num_prompt // self.block_size if request.num_rows > 1 and not any(self.windows) else 0
+        # Beams may share nothing if a window has passed the prompt, or if the state after the prompt is lost.
+        shares = request.num_rows > 1 and not any(self.windows) and not self.has_states
+        num_shared = request.num_prompt // self.block_size if shares else 0
         num_copies = int(request.num_rows > 1)  # a beam may need one more block for a copy
         num_own = -(-num_tokens // self.block_size) - num_shared + num_copies
         total = 0

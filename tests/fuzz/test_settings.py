@@ -2,6 +2,7 @@
 
 import argparse
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,7 @@ def test_samples_share_the_blocks_of_the_prompt():
     shape = CacheShape(block_size=8, windows=(0,), chunk=16, max_rows=16)
     request = Lengths(num_prompt=64, num_output=8, max_output=8, num_rows=3)
     assert shape.num_blocks(request, 8) == 8 + 3 * (1 + 1)
+    assert replace(shape, has_states=True).num_blocks(request, 8) == 3 * (9 + 1), "admission counts them all for beams"
 
 
 def test_a_turn_begins_with_the_conversation():
