@@ -41,7 +41,7 @@ class StateRows:
     save_states: Tensor
 
     def saves(self, row: int) -> list[tuple[int, int]]:
-        """Return the saves of a row as (number of new tokens, state), without those of padding rows."""
+        """Return the saves of a row as (number of new tokens, state), without saves to state 0."""
         first, past = self.save_start_loc[row : row + 2].tolist()
         saves = zip(self.save_counts[first:past].tolist(), self.save_states[first:past].tolist(), strict=True)
         return [(count, state) for count, state in saves if state]

@@ -266,7 +266,7 @@ def parse_arguments(flags: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each arm (default: 3)")
     parser.add_argument(
-        "--quick", action="store_true", help="short prompts and outputs, and no mixed requests: a fifth of the time"
+        "--quick", action="store_true", help="short prompts and outputs, and no mixed requests: much less time"
     )
     parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all cores)")
     parser.add_argument("--environments", type=Path, default=cache, help=f"the peers' environments (default: {cache})")

@@ -118,8 +118,8 @@ class DecodeGraphs:
         return self.buffers[size]
 
     def size_for(self, num_rows: int, states: PartStates | None) -> int | None:
-        """Return the batch size of the graphs that can compute a batch of decoding sequences, or None if there are
-        none."""
+        """Return the batch size of the graphs that can compute a batch of decoding sequences, or None if no graph
+        can."""
         size = self.captured.size_for(num_rows)
         return size if size is None or states is None or fit_states(states, size) else None
 

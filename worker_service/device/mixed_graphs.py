@@ -153,8 +153,8 @@ class MixedGraphs:
         )
 
     def _lengths(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the lengths of the input columns of a CUDA graph for this number of tokens: those of `StepInputs`, and
-        those of the states, if the model has any."""
+        """Return the lengths of the input columns of a CUDA graph for this number of tokens: first the columns of
+        `StepInputs`, then the columns of the states, if the model has any."""
         num_rows = self._num_rows(num_tokens)
         of_states = () if self._states is None else state_lengths(num_rows)
         return num_tokens, num_tokens, num_rows, num_rows, num_rows + 1, *of_states
