@@ -132,13 +132,15 @@ typedef struct {
   floats parts[2][VECTORS];
 } tile_sums;
 
-// sums = S^T key, of a tile whose rows are `stride` apart.
-INLINE tile_sums read_tile(const float* state, int64_t stride, const float* key, int64_t size) {
+// sums = S^T key, of a tile whose rows are `stride` apart. Meanwhile as much memory is prefetched from `ahead` on.
+INLINE tile_sums read_tile(const float* state, int64_t stride, const float* key, int64_t size, const float* ahead) {
   tile_sums sums = {{{{0}}}};
   for (int64_t j = 0; j < size; j += 2)
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; odd++) {
       if (j + odd == size) break;
+      for (int i = 0; i < COLUMNS; i += LINE / (int)sizeof(float))
+        __builtin_prefetch(ahead + (j + odd) * COLUMNS + i, 0, 2);
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++)
         sums.parts[odd][v] =
@@ -148,9 +150,10 @@ INLINE tile_sums read_tile(const float* state, int64_t stride, const float* key,
 }
 
 // target = factor * source + key change^T; output = target^T query; read = target^T next_key, unless that is NULL.
+// `bypasses`: whether the target is aligned and stored without reading it into the caches.
 INLINE void update_tile(const float* source, int64_t source_stride, float* target, int64_t target_stride, int64_t size,
                         float factor, const floats* change, const float* key, const float* query,
-                        const float* next_key, tile_sums* output, tile_sums* read) {
+                        const float* next_key, const int bypasses, tile_sums* output, tile_sums* read) {
   tile_sums out = {{{{0}}}}, next = {{{{0}}}};
   const floats kept = splat(factor);
   for (int64_t j = 0; j < size; j += 2)
@@ -162,7 +165,11 @@ INLINE void update_tile(const float* source, int64_t source_stride, float* targe
       for (int v = 0; v < VECTORS; v++) {
         const floats old = load_float(source + (j + odd) * source_stride + v * LANES);
         const floats state = multiply_add(old, kept, k * change[v]);
-        store_float(target + (j + odd) * target_stride + v * LANES, state);
+        float* place = target + (j + odd) * target_stride + v * LANES;
+        if (bypasses)
+          store_past_caches(place, state);
+        else
+          store_float(place, state);
         out.parts[odd][v] = multiply_add(state, q, out.parts[odd][v]);
         if (next_key) next.parts[odd][v] = multiply_add(state, n, next.parts[odd][v]);
       }
@@ -181,7 +188,8 @@ static void copy_tile(const float* source, int64_t source_stride, float* target,
 
 // Computes the tile of a row that begins at `column` of a head. Between tokens, the tile is in memory of its own; the
 // first token reads it from the row's state, and the last token writes it to the first state that is saved then.
-static NOINLINE void compute_tile(const delta_rule* c, int64_t row, int64_t head, int64_t column) {
+// ahead: the part of a state that is read next.
+static NOINLINE void compute_tile(const delta_rule* c, int64_t row, int64_t head, int64_t column, const float* ahead) {
   const operation* o = c->o;
   const state_rows* rows = c->rows;
   const int64_t size = o->key_dim, width = o->value_dim, place = head * size * width + column;
@@ -203,7 +211,8 @@ static NOINLINE void compute_tile(const delta_rule* c, int64_t row, int64_t head
     stride = COLUMNS;
   }
   tile_sums read = {{{{0}}}}, sums;
-  if (num_tokens) read = read_tile(source, stride, queries + size, size);
+  if (num_tokens)
+    read = read_tile(source, stride, queries + size, size, ahead + column * size);
   for (int64_t token = 0; token < num_tokens; token++, queries += 2 * size) {
     const float factor = factors[2 * token], rate = factors[2 * token + 1], *key = queries + size;
     const int is_last = token == num_tokens - 1, is_direct = is_last && num == COLUMNS && save < end;
@@ -214,10 +223,12 @@ static NOINLINE void compute_tile(const delta_rule* c, int64_t row, int64_t head
       const floats value = load_some(values + token * o->in_width + v * LANES, num - v * LANES);
       change[v] = splat(rate) * multiply_add(splat(-factor), read.parts[0][v] + read.parts[1][v], value);
     }
-    if (is_last)
-      update_tile(source, stride, target, target_stride, size, factor, change, key, queries, NULL, &sums, &read);
+    if (is_direct && source != target && (uintptr_t)target % sizeof(floats) == 0 && target_stride % LANES == 0)
+      update_tile(source, stride, target, target_stride, size, factor, change, key, queries, NULL, 1, &sums, &read);
+    else if (is_last)
+      update_tile(source, stride, target, target_stride, size, factor, change, key, queries, NULL, 0, &sums, &read);
     else
-      update_tile(source, stride, target, target_stride, size, factor, change, key, queries, key + 2 * size, &sums, &read);
+      update_tile(source, stride, target, target_stride, size, factor, change, key, queries, key + 2 * size, 0, &sums, &read);
     source = target;
     stride = target_stride;
     for (; save < end && rows->save_counts[save] == token + 1; save++)
@@ -227,15 +238,26 @@ static NOINLINE void compute_tile(const delta_rule* c, int64_t row, int64_t head
   }
 }
 
-// A `task_function`: computes some tiles of a head of a row.
+// Returns the head of a row whose tiles a task computes.
+INLINE int64_t head_of_task(const delta_rule* c, int64_t task, int64_t* row) {
+  const int64_t nth = task / ceil_div(num_tiles(c->o), c->tiles_per_task);
+  *row = nth / c->o->num_heads;
+  return nth % c->o->num_heads;
+}
+
+// A `task_function`: computes some tiles of a head of a row. Meanwhile the head of the next task is prefetched, in the
+// order of its addresses.
 static void apply_delta_rule_task(const void* context, int64_t task, int64_t next) {
   const delta_rule* c = context;
-  const int64_t num_parts = ceil_div(num_tiles(c->o), c->tiles_per_task), part = task % num_parts;
-  const int64_t head = task / num_parts % c->o->num_heads, row = task / num_parts / c->o->num_heads;
+  const operation* o = c->o;
+  const int64_t part = task % ceil_div(num_tiles(o), c->tiles_per_task);
   const int64_t first = part * c->tiles_per_task * COLUMNS, past = first + c->tiles_per_task * COLUMNS;
-  (void)next;
-  for (int64_t column = first; column < past && column < c->o->value_dim; column += COLUMNS)
-    compute_tile(c, row, head, column);
+  int64_t row, next_row;
+  const int64_t head = head_of_task(c, task, &row), next_head = head_of_task(c, next < 0 ? task : next, &next_row);
+  const float* ahead = state_of(o, c->rows, c->rows->reads[next_row]) + next_head * o->key_dim * o->value_dim;
+  for (int64_t column = first; column < past && column < o->value_dim; column += COLUMNS)
+    compute_tile(c, row, head, column, ahead);
+  finish_stores();
 }
 
 // Returns the number of tiles of a task. A task is a whole head if there are enough heads for the threads.

@@ -90,6 +90,24 @@ INLINE floats multiply_add(floats a, floats b, floats c) {
 #endif
 }
 
+// Stores without reading the cache lines of the target first, if the processor can. The target is aligned to a vector.
+// `finish_stores` must follow before another thread reads it.
+INLINE void store_past_caches(float* target, floats v) {
+#if defined(HAS_AVX512)
+  _mm512_stream_ps(target, (__m512)v);
+#elif defined(HAS_AVX2)
+  _mm256_stream_ps(target, (__m256)v);
+#else
+  memcpy(target, &v, sizeof v);
+#endif
+}
+
+INLINE void finish_stores(void) {
+#if defined(HAS_AVX512) || defined(HAS_AVX2)
+  _mm_sfence();
+#endif
+}
+
 INLINE int32_t largest_int(ints v) {
 #if defined(HAS_AVX512)
   return _mm512_reduce_max_epi32((__m512i)v);
