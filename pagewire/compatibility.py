@@ -93,8 +93,8 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     ),
     ("async_scheduling!", Foreign("scheduling is always asynchronous", (None, True))),
     ("disable_async_output_proc!", Foreign("outputs are always processed asynchronously")),
-    ("num_scheduler_steps", Foreign("see `pipeline_depth`", (None, 1))),
-    ("num_lookahead_slots multi_step_stream_outputs!", Foreign("see `pipeline_depth`", (None, False, True, 0))),
+    ("num_scheduler_steps", Foreign("see `max_lease_ms`", (None, 1))),
+    ("num_lookahead_slots multi_step_stream_outputs!", Foreign("see `max_lease_ms`", (None, False, True, 0))),
     ("stream_interval", Foreign("every token is streamed immediately", (None, 1))),
     ("scheduler_cls", Foreign("the scheduler is Pagewire's own; see `policy`")),
     (

@@ -83,6 +83,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "retention",
         "max_num_batched_tokens",
         "max_decode_slowdown",
+        "max_lease_ms",
         "pipeline_depth",
     ),
     "computing": (

@@ -76,6 +76,12 @@ class CostModel:
             return None
         return max(_MIN_PROMPT_TOKENS, int((slowdown - 1.0) * median_low(self._decode_seconds) * self.prefill_rate))
 
+    def num_steps_in(self, seconds: float) -> int:
+        """Return how many decode steps fit into a time, at least 1. It is 1 until decode steps have been measured."""
+        if not self._decode_seconds:
+            return 1
+        return max(1, int(seconds / median_low(self._decode_seconds)))
+
     def prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
         """Return whether a preempted request should be swapped out and in again, rather than compute its `num_tokens`
         tokens a second time.

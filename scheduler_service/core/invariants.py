@@ -48,7 +48,7 @@ def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) ->
     pool = worker.cache.pool
     assert 0 <= pool.num_idle_cached <= pool.num_free <= pool.num_blocks, "S1"
     assert worker.rows.num_open + worker.rows.slots.num_free <= worker.rows.slots.num_slots, "S11"
-    assert len(worker.unacknowledged) <= pipeline_depth, "S11"
+    assert worker.num_plans <= pipeline_depth, "S11"
     for dispatch in worker.unacknowledged:
         assert dispatch.num_tokens <= num_step_tokens, f"S11: step {dispatch.step}"
     for row in worker.rows.active:
@@ -158,7 +158,7 @@ def _check_windows(worker: WorkerState, pipeline_depth: int, num_step_tokens: in
     """Assert that a running sequence holds no more blocks of a layer group with a sliding window than the window, one
     step, the tokens in flight and the last published block need."""
     room = worker.cache.room
-    num_late = pipeline_depth // room.block_size + 3
+    num_late = (pipeline_depth + worker.capacity.max_leased_steps) // room.block_size + 3
     for row in [row for rows in (worker.rows.active, worker.rows.decoding.columns().rows) for row in rows]:
         for table in row.allocation.tables:
             if table.window:
@@ -172,7 +172,7 @@ def _check_dispatches(worker: WorkerState, pipeline_depth: int, num_step_tokens:
     Return, for each running sequence, how many of its tokens in flight the scheduler will use.
     """
     dispatches = worker.unacknowledged
-    assert len(dispatches) <= pipeline_depth, "S11"
+    assert worker.num_plans <= pipeline_depth, "S11"
     in_flight: Counter[Row] = Counter()
     for dispatch in dispatches:
         assert dispatch.num_tokens <= num_step_tokens, f"S11: step {dispatch.step}"

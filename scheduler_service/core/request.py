@@ -65,6 +65,7 @@ class Request:
     session_id: str = ""  # the tenant's conversation that it belongs to; empty: found by its prefix
     will_return: bool | None = None  # whether a later request will start with its prompt and output
     retention_seconds: int | None = None  # how long its cached blocks are worth keeping, at least 1
+    has_stop_texts: bool = False  # its client may end a sample at any token
 
     @property
     def num_rows(self) -> int:

@@ -126,11 +126,22 @@ class Scheduler:
         """
         self._state.now = now
         state, worker, openings = self._state, self._state.worker, self._openings
-        if openings is None or len(worker.unacknowledged) >= self._options.pipeline_depth:
+        if openings is None or worker.num_plans >= self._options.pipeline_depth:
+            return None
+        has_steps = len(worker.unacknowledged) >= self._options.pipeline_depth  # of a lease
+        if has_steps and self._is_calm(worker):
             return None
         if state.quarantine.suspects and not self._isolate_trial(worker, now):
             return None
-        builder = PlanBuilder(worker.steps.num_steps + 1, self._token_budget(worker), worker.rows, worker.cache, now)
+        builder = PlanBuilder(
+            worker.steps.num_steps + 1,
+            self._token_budget(worker),
+            worker.rows,
+            worker.cache,
+            now,
+            ends_lease=has_steps,
+            follows_lease=any(dispatch.num_later_steps for dispatch in worker.unacknowledged),
+        )
         if worker.grammars.num_unreported:
             builder.added_grammars.extend(worker.grammars.take_added(self._may_prepare))
         max_wait_s, num_step_tokens = self._policy.max_wait_s, self._admission.limits.num_step_tokens
@@ -155,6 +166,8 @@ class Scheduler:
         worker.cache.tiers.promote(builder.step)
         if builder.num_tokens:
             worker.cache.tiers.demote(builder.step, builder.num_tokens)
+        if not (builder.rows or worker.cache.moves.ordered_by(builder.step)) and self._is_calm(worker):
+            builder.lease(self._num_leasable_steps(worker))
         return worker.dispatch(builder)
 
     def complete(self, result: StepResult, now: float) -> TokenOutputs:
@@ -175,6 +188,10 @@ class Scheduler:
                 f"but epoch {worker.epoch} step {dispatch.step} is the oldest plan in flight"
             )
         resolved = read_result(dispatch, result, worker.capacity.vocab_size)
+        if result.num_dropped_steps not in (0, dispatch.num_later_steps):
+            raise WorkerProtocolError(
+                f"step {dispatch.step} drops {result.num_dropped_steps} steps; its lease has {dispatch.num_later_steps}"
+            )
         del worker.unacknowledged[0]
         if not dispatch.has_moves:  # a worker may do the moves during the step, which distorts its duration
             worker.cost.observe_step(dispatch.num_tokens, dispatch.num_prompt_tokens, result.duration_us / 1e6)
@@ -184,6 +201,8 @@ class Scheduler:
             worker.cache.publish(row.allocation, row.num_settled_tokens)
         for save in dispatch.saves:
             worker.cache.states.confirm(save)
+        if result.num_dropped_steps:
+            worker.drop_steps(dispatch)
         state.charge(row.sequence for row in began_block)
         state.charge_masks(resolved.mask_times, worker.cost.prefill_rate)
         return outputs
@@ -238,6 +257,21 @@ class Scheduler:
             return num_step_tokens
         return min(num_step_tokens, len(worker.rows.decoding) + max_prompt_tokens)
 
+    def _is_calm(self, worker: WorkerState) -> bool:
+        """Return whether the worker accepts leases, no request waits, and each row on the worker decodes."""
+        if not worker.capacity.max_leased_steps:
+            return False
+        state = self._state
+        waits = len(state.waiting) or state.loading or state.swapped or state.rowless or state.quarantine.suspects
+        return not waits and worker.is_calm
+
+    def _num_leasable_steps(self, worker: WorkerState) -> int:
+        """Return how many steps the worker may compute after the next step without a further plan."""
+        if self._options.pipeline_depth < 2 or not len(worker.rows.decoding):
+            return 0  # with one plan in flight, no plan could end a lease
+        num_steps = worker.cost.num_steps_in(self._options.max_lease_ms / 1e3)
+        return min(num_steps - 1, worker.capacity.max_leased_steps)
+
     def _make_room(self, worker: WorkerState, builder: PlanBuilder, group: SequenceGroup, work: Work) -> bool:
         """Free the KV cache blocks that a request needs for its work in this plan, if necessary by preempting other
         requests, last in order first.
@@ -251,6 +285,8 @@ class Scheduler:
         if num_missing > pool.num_free:
             worker.free_unread(group)
         while num_missing > pool.num_free and group.state is GroupState.RUNNING:
+            if builder.ends_lease:
+                break  # the group may need no block yet: it has fewer tokens than it seems to have
             if num_missing <= pool.num_free + moves.num_returning:
                 break
             if worker.cache.has_windows and state.loading and state.running[-1] is group:

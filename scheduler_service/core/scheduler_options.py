@@ -46,6 +46,11 @@ class SchedulerOptions:
         "how a preempted request's KV cache is handled: swapped, recomputed, or whichever is cheaper (auto)",
         choices=tuple(mode.value for mode in PreemptionMode),
     )
+    max_lease_ms: float = option(
+        40.0,
+        "milliseconds for which a worker may decode without a further plan, while no request waits; 0: one step",
+        at_least(0),
+    )
     max_decode_slowdown: float | None = option(
         None,
         "how many times longer a decode step may take when it also computes prompts; without decoding sequences "

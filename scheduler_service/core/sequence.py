@@ -287,13 +287,14 @@ class Sequence:
         """The sequence's row (its state on the worker), or None if the sequence has no slot on the worker."""
         return self.row if self.row is not None and self.row.slot >= 0 else None
 
-    def take_slot(self, slot: int, drops: DropCount, *, is_gated: bool) -> Row:
+    def take_slot(self, slot: int, drops: DropCount, *, is_gated: bool, may_be_leased: bool) -> Row:
         """Create a row (the worker's state of this sequence) in the given slot of the worker, and return the row.
 
         If `is_gated` is true, the worker does not compute the sequence after a sample until the scheduler has chosen
-        the next token. No result of an earlier row of the sequence may be in flight.
+        the next token. `may_be_leased` says whether the worker accepts leases. No result of an earlier row of the
+        sequence may be in flight.
         """
-        may_repeat = is_gated or self.group.request.grammar is not None
+        may_repeat = is_gated or may_be_leased or self.group.request.grammar is not None
         self.row = Row(self, self.allocation, slot, drops, is_gated, may_repeat, len(self.token_ids))
         return self.row
 
@@ -323,8 +324,9 @@ class Row:
     slot: int  # -1: the row was vacated
     drops: DropCount  # of all rows
     is_gated: bool  # after a sample it rests until the scheduler has chosen its next token
-    # The worker may have to compute the position of the last known token a second time: because a grammar's mask was
-    # not ready in time or, of a gated row, after a preemption. The sequence then keeps the blocks for it.
+    # A plan may have to include the position of the last known token a second time: because a grammar's mask was not
+    # ready in time, because a lease ended early or, of a gated row, after a preemption. The sequence then keeps the
+    # blocks for it.
     may_repeat: bool
     # Tokens known and in flight. A decoding row is not visited, and always has one token more than it has computed.
     _num_expected: int
@@ -410,13 +412,13 @@ class Row:
         self.allocation.token_ids.append(token_id)
         self._num_expected = len(self.allocation.token_ids)
 
-    def repeat(self) -> None:
-        """Record that a planned sample of this sequence will not arrive, because its grammar mask was not ready in
-        time.
+    def repeat(self, num_samples: int) -> None:
+        """Record that planned samples of this sequence will not arrive, because its grammar mask was not ready in time,
+        or because a lease ended early.
 
-        The position from which the token was to be sampled will be computed again, if it has been computed.
+        The position from which the first token was to be sampled will be computed again, if it has been computed.
         """
-        self._num_expected -= 1
+        self._num_expected -= num_samples
         self.allocation.compute_again(self._num_expected - 1)
 
     def rewind(self) -> None:

@@ -194,6 +194,31 @@ class WorkerState:
 
     # Plans
 
+    @property
+    def num_plans(self) -> int:
+        """The number of plans in flight. A plan with a lease is in flight until its last result has arrived."""
+        return sum(not dispatch.num_later_steps for dispatch in self.unacknowledged)
+
+    @property
+    def is_calm(self) -> bool:
+        """Return whether each row decodes, and nothing else is due on the worker."""
+        rows, grammars = self.rows, self.grammars
+        return (
+            rows.num_open == len(rows.decoding)
+            and not rows.active
+            and not rows.slots.has_released
+            and not grammars.num_unreported
+            and rows.decoding.columns().may_be_leased
+        )
+
+    def drop_steps(self, dispatch: Dispatch) -> None:
+        """Forget the steps of a lease that the worker does not compute. `dispatch` is the last step that it has
+        computed."""
+        del self.unacknowledged[: dispatch.num_later_steps]
+        for row in dispatch.columns.rows:
+            if not row.is_dropped:
+                self.rows.repeat(row, dispatch.num_later_steps)
+
     def void_saves(self, row: Row) -> None:
         """Ignore the saves that a row does not reach in the plans in flight, because it was late in the plan before
         them: it ends one position earlier in each of these plans."""
@@ -206,7 +231,8 @@ class WorkerState:
         worker has nothing to do in this plan."""
         if builder.is_empty:
             return None
-        self.steps.num_steps += 1
+        num_leased = len(builder.leased)
+        self.steps.num_steps += 1 + num_leased
         self.cache.copied(builder.copies)
         if builder.read_states:
             self.cache.states.read(builder.read_states)
@@ -228,8 +254,22 @@ class WorkerState:
                 ),
                 has_moves=bool(moves),
                 saves=tuple(save for _, save in builder.saves),
+                num_later_steps=num_leased,
             )
         )
+        for i, began_block in enumerate(builder.leased, start=1):
+            step = Dispatch(
+                step=builder.step + i,
+                rows=(),
+                columns=self.rows.decoding.columns(),
+                began_block=began_block,
+                num_drops=self.rows.drops.num_drops,
+                num_tokens=len(self.rows.decoding),
+                num_prompt_tokens=0,
+                has_moves=False,
+                num_later_steps=num_leased - i,
+            )
+            self.unacknowledged.append(step)
         released_grammar_ids, self.grammars.released = self.grammars.released, []
         plan = builder.freeze(
             self.epoch,

@@ -207,6 +207,7 @@ class Publisher:
         self.idle.set()
         self.counts = TokenCounts()
         self._batch_size = batch_size
+        self._published_at = 0.0  # the time of the last output
         self._queue: deque[tuple[SampleRecord, ActiveRequest] | ReadyList] = deque()
         self._is_scheduled = False
 
@@ -215,10 +216,10 @@ class Publisher:
         self.samples.update((output.sequence_id, (output, request)) for output in request.outputs)
         self.idle.clear()
 
-    def publish(self, outputs: TokenOutputs) -> None:
+    def publish(self, outputs: TokenOutputs, age: float = 0.0) -> None:
         """Append new output to the output records of the samples, and notify the observers. `outputs` contains the
-        tokens, log-probabilities and ends that one event of the scheduler core produced."""
-        now = self._clock.now()
+        tokens, log-probabilities and ends that one event of the scheduler core produced, `age` seconds ago."""
+        self._published_at = now = max(self._published_at, self._clock.now() - age)
         for hypothesis in outputs.hypotheses:
             output, request = self.samples[hypothesis.sequence_id]
             self._first_token_came(request, now)
@@ -248,7 +249,7 @@ class Publisher:
             output.finish(end)
             self.enqueue(output, request)
             for ended in self._observers.sequence_ended:
-                ended(request.request, end, now)
+                ended(request.request, end, self._clock.now())
         if not self.samples:
             self.idle.set()
 

@@ -100,6 +100,7 @@ class Intake:
         numbers from `label` on. A request with log-probabilities or a beam search does not use the list. With
         `is_relayed`, the client detects stop texts itself, and reports how many tokens of each sample it kept.
         """
+        request = replace(request, has_stop_texts=is_relayed or bool(parsed.stop))
         sampling = request.sampling
         is_plain = request.beam is None and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None
         active = ActiveRequest(

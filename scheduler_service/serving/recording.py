@@ -40,7 +40,7 @@ from scheduler_service.core.scheduler_options import SchedulerOptions
 
 logger = logging.getLogger(__name__)
 
-VERSION = 7
+VERSION = 8
 # The events and the types of their arguments. The time is an additional last argument of each event.
 EVENTS: dict[str, tuple[type, ...]] = {
     "add": (Request,),

@@ -98,8 +98,9 @@ class PlanExchange:
         reason; otherwise `error` is empty."""
         self._tell(lambda now: self._publisher.publish(self._scheduler.grammar_ready(grammar_id, error, now)))
 
-    def result(self, result: StepResult) -> None:
-        self._tell(partial(self._take_result, result))
+    def result(self, result: StepResult, age: float = 0.0) -> None:
+        """Report the result of a step. It was `age` seconds old when it arrived, because it came with a later one."""
+        self._tell(partial(self._take_result, result, age))
 
     def worker_lost(self, reason: str) -> None:
         """Report that the connection to the worker is lost, which ends the epoch (the time of one connection). Do
@@ -124,9 +125,9 @@ class PlanExchange:
             except WorkerProtocolError as error:
                 self._fail_epoch(str(error))
 
-    def _take_result(self, result: StepResult, now: float) -> None:
+    def _take_result(self, result: StepResult, age: float, now: float) -> None:
         outputs = self._scheduler.complete(result, now)
-        self._publisher.publish(outputs)
+        self._publisher.publish(outputs, age)
         if self._is_fruitless and (outputs.token_ids or result.candidates.token_ids or result.embeddings):
             self._is_fruitless = False
             self.availability.has_computed_token()

@@ -160,7 +160,7 @@ def test_a_recording_cut_short(recording: Path, capsys: pytest.CaptureFixture[st
         (b"", "this is not a recording of pagewire"),
         (bytes(range(256)) * 1000, "this is not a recording of pagewire"),
         (b'{"pagewire_recording":', "this is not a recording of pagewire"),
-        (b'{"pagewire_recording": 1}\n', "the recording has version 1, but this pagewire replays version 7"),
+        (b'{"pagewire_recording": 1}\n', "the recording has version 1, but this pagewire replays version 8"),
     ],
 )
 def test_what_cannot_be_replayed(text: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

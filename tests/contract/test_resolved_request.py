@@ -107,12 +107,12 @@ def test_the_scheduler_limits_max_tokens_of_resolved_requests(model: ModelInfo, 
 
 
 def test_internal_fields_are_not_in_the_message() -> None:
-    """Three fields of a request are not in the message.
+    """Four fields of a request are not in the message.
 
-    Deadlines use the scheduler's own clock, and the other two fields come from the RPC.
+    Deadlines use the scheduler's own clock, and the other fields come from the RPC.
     """
     names = {field.name for field in pb.ResolvedRequest.DESCRIPTOR.fields}
-    assert {*Request.__dataclass_fields__} - names == {"deadline", "traceparent", "output_mode"}
+    assert {*Request.__dataclass_fields__} - names == {"deadline", "traceparent", "output_mode", "has_stop_texts"}
 
 
 async def test_tokens_of_resolved_requests_come_in_columns_and_without_text(model: ModelInfo) -> None:

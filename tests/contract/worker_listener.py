@@ -22,7 +22,7 @@ class Listener:
     def grammar_ready(self, grammar_id: int, error: str) -> None:
         self.events.put_nowait(("grammar", (grammar_id, error)))
 
-    def result(self, result: StepResult) -> None:
+    def result(self, result: StepResult, age: float) -> None:
         self.events.put_nowait(("result", result.step))
 
     def worker_lost(self, reason: str) -> None:

@@ -203,9 +203,9 @@ def read_to_the_end_of_a_line(path: Path, word: str) -> str:
         ("hello\n", "this is not a recording of pagewire"),
         ("[1]\n", "this is not a recording of pagewire"),
         ("{}\n", "this is not a recording of pagewire"),
-        ('{"pagewire_recording": 0}\n', "the recording has version 0, but this pagewire replays version 7"),
-        ('{"pagewire_recording": 7}\n', "the recording's header is damaged"),
-        ('{"pagewire_recording": 7, "scheduler": {"max_size": 1}}\n', "the recording's header is damaged"),
+        ('{"pagewire_recording": 0}\n', "the recording has version 0, but this pagewire replays version 8"),
+        ('{"pagewire_recording": 8}\n', "the recording's header is damaged"),
+        ('{"pagewire_recording": 8, "scheduler": {"max_size": 1}}\n', "the recording's header is damaged"),
     ],
 )
 def test_invalid_recordings_are_refused(text: str, reason: str, tmp_path: Path) -> None:

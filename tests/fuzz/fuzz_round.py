@@ -26,7 +26,10 @@ from tests.fuzz.setting import WEIGHTS, Setting
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 QUIET = ["--log-level", "error"]
-CALM = {"worker": [*QUIET, "--num-threads", 1], "scheduler": ["--no-enable-prefix-caching", "--pipeline-depth", 1]}
+CALM = {
+    "worker": [*QUIET, "--num-threads", 1],
+    "scheduler": ["--no-enable-prefix-caching", "--pipeline-depth", 1, "--max-lease-ms", 0],
+}
 END = 0  # the tokenizer's end token
 REST_S = 60.0  # seconds within which a server must become idle once its clients have gone
 FAMILIES = ("bundled", "mistral", "qwen2_moe")
@@ -66,6 +69,8 @@ def draw_flags(rng: random.Random) -> dict[str, list[Any]]:
         rng.choice(("agent", "priority", "fcfs", "fair", "deadline")),
         "--watermark",
         rng.choice((0, 0.05)),
+        "--max-lease-ms",
+        rng.choice((0, 8, 40, 1000)),
     ]
     return {"worker": worker, "scheduler": scheduler}
 

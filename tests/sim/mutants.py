@@ -97,6 +97,55 @@ MUTANTS = (
         "min(first, num_blocks - 1)",
         "min(first + 1, num_blocks - 1)",
     ),
+    # Leases
+    mutant(
+        "a lease goes on after the last token of a sequence",
+        "PlanBuilder.lease",
+        "any(row.last_step == step for row in due)",
+        "False",
+    ),
+    mutant(
+        "a lease has no blocks for its later steps",
+        "PlanBuilder.lease",
+        "self._append_next(row, step)",
+        "",
+    ),
+    mutant(
+        "a lease takes blocks that are not free",
+        "PlanBuilder.lease",
+        "num_blocks > self.cache.pool.num_free",
+        "False",
+    ),
+    mutant(
+        "a plan that ends a lease saves the state of a position that a row may not reach",
+        "PlanBuilder._began_block",
+        "not self.follows_lease",
+        "True",
+    ),
+    mutant(
+        "a plan that ends a lease preempts for blocks that are not needed yet",
+        "Scheduler._make_room",
+        "builder.ends_lease",
+        "False",
+    ),
+    mutant(
+        "steps that a lease dropped count as computed",
+        "WorkerState.drop_steps",
+        "self.rows.repeat(row, dispatch.num_later_steps)",
+        "",
+    ),
+    mutant(
+        "one step of those that a lease dropped counts as dropped",
+        "WorkerState.drop_steps",
+        "self.rows.repeat(row, dispatch.num_later_steps)",
+        "self.rows.repeat(row, 1)",
+    ),
+    mutant(
+        "a position that a lease may drop is published",
+        "Sequence.take_slot",
+        "is_gated or may_be_leased or self.group.request.grammar is not None",
+        "is_gated or self.group.request.grammar is not None",
+    ),
     # Layer groups
     mutant(
         "a layer group keeps what its window has passed",
@@ -798,8 +847,8 @@ MUTANTS = (
     mutant(
         "more plans than the pipeline takes are accepted",
         "Session.plan",
-        "num_unfinished >= self.pipeline_depth",
-        "num_unfinished > self.pipeline_depth",
+        "self.num_unfinished >= self.pipeline_depth",
+        "self.num_unfinished > self.pipeline_depth",
     ),
 )
 

@@ -13,6 +13,7 @@ from pagewire.common.wire.messages import (
     Refusal,
     RowStatus,
     StepPlan,
+    StepResult,
     WorkerCapacity,
     WorkerProtocolError,
 )
@@ -57,6 +58,7 @@ class WorkerProcess:
             simulation.at(time, simulation.receive_refusal, connection, answer.epoch)
             return
         self.end_session("another session begins")
+        answer.max_leased_steps = self.capacity.max_leased_steps
         self.session, self._greeted = answer, connection
         if not self._is_busy:
             self._begin()
@@ -131,7 +133,7 @@ class WorkerProcess:
         if self._is_absent(self.receive, connection, plan) or connection is not self.connection:
             return
         assert self.session is not None
-        self.session.plan(plan.epoch, plan.step)
+        self.session.plan(plan.epoch, plan.step, plan.num_leased_steps)
         self._queue.append(plan)
         if not self._is_busy:
             self._start()
@@ -168,10 +170,13 @@ class WorkerProcess:
             simulation.scenario.options.preemption is PreemptionMode.AUTO
         ):  # otherwise the rate stays unknown, and loads are preferred
             result = replace(result, duration_us=int(seconds * 1e6))
+        elif self.capacity.max_leased_steps and all(row.work <= 1 for row in self.machine.rows.values()):
+            result = replace(result, duration_us=int(seconds * 1e6))  # of decode steps, so that there are leases
+        result = self._continue_lease(plan, result)
         for added in plan.added_grammars:
             delay = simulation.grammar_rng.choice((0.0, 0.02, 0.5)) * simulation.grammar_rng.random()
             simulation.after(delay, self._prepare, connection, added.grammar_id)
-        self.session.answer(plan.step)
+        self.session.answer(plan.step, result.num_dropped_steps)
         simulation.at(
             connection.send_up(simulation.time, simulation._delay()), simulation.receive_result, connection, result
         )
@@ -179,6 +184,15 @@ class WorkerProcess:
             simulation.after(simulation.rng.random() * simulation.scenario.move_seconds, self._move, connection)
         if self._queue:
             self._start()
+
+    def _continue_lease(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Queue the next step of a plan's lease, unless a plan ends the lease. Return the step's result."""
+        num_left = plan.num_leased_steps
+        if any(queued.ends_lease for queued in self._queue):
+            return replace(result, num_dropped_steps=num_left)
+        if num_left:
+            self._queue.appendleft(StepPlan(plan.epoch, plan.step + 1, num_leased_steps=num_left - 1))
+        return result
 
     def _prepare(self, connection: Connection, grammar_id: int) -> None:
         """Finish preparing a grammar, successfully or with an error."""
@@ -265,7 +279,7 @@ class WorkerProcess:
         epoch, step = self.session.epoch, self.session.last_planned_step
         self._refuse_plan(epoch, step)
         self._refuse_plan(epoch, step + 2)
-        if step - self.session.last_answered_step == self.session.pipeline_depth:
+        if self.session.num_unfinished == self.session.pipeline_depth:
             self._refuse_plan(epoch, step + 1)
             self.simulation.reached["a plan too many is refused"] += 1
 

@@ -42,6 +42,13 @@ STATES = (
     "a late row has been preempted",
     "a late row no longer counts",
     "a late row has a window",
+    "a plan leases steps",
+    "a row begins a block within a lease",
+    "a plan ends a lease",
+    "a request ends a lease",
+    "a lease ends early",
+    "a row of a lease that ends early no longer counts",
+    "a row of a lease that ends early has a window",
     "aborted while its grammar is prepared",
     "a stream waits on after the grace",
     "a detached request waits on after the grace",
@@ -180,6 +187,8 @@ class Reach:
         epoch, count = self._epoch, self._count
         if not epoch.unacknowledged[-1].num_tokens:
             count["a plan has moves only"] += 1
+        if plan.num_leased_steps or plan.ends_lease:
+            self._see_lease(epoch, plan)
         if plan.copy_source_blocks:
             num_of_beams = len(plan.set_block_ids)
             count["a beam copies its tail"] += num_of_beams
@@ -198,7 +207,15 @@ class Reach:
             group = self._group(client)
             if group.num_preemptions > client.num_preemptions_seen:
                 client.num_preemptions_seen = group.num_preemptions
+                assert not plan.ends_lease, "a plan that ends a lease preempts"
                 self._see_preemption(epoch, plan, group)
+
+    def _see_lease(self, epoch: WorkerState, plan: StepPlan) -> None:
+        count, later = self._count, epoch.unacknowledged[-plan.num_leased_steps :] if plan.num_leased_steps else []
+        count["a plan leases steps"] += bool(later)
+        count["a row begins a block within a lease"] += any(dispatch.began_block for dispatch in later)
+        count["a plan ends a lease"] += plan.ends_lease
+        count["a request ends a lease"] += plan.ends_lease and bool(plan.openings)
 
     def forks(self, plan: StepPlan, occupied: set[int]) -> None:
         """Count forks. `occupied`: the worker's slots that had rows before."""
@@ -298,9 +315,19 @@ class Reach:
             is_expected = (result.epoch, result.step) == (epoch.epoch, dispatch.step)  # no other is accepted
             if is_expected and RowStatus.LATE in result.statuses:
                 self._see_late_rows(epoch, result)
+        if result.num_dropped_steps:
+            self._see_dropped_steps(epoch)
         if result.statuses:
             count["bad logits while moves are under way"] += bool(len(epoch.cache.moves))
             count["bad logits while another request is swapped"] += bool(self._simulation.scheduler.state.swapped)
+
+    def _see_dropped_steps(self, epoch: WorkerState) -> None:
+        count = self._count
+        count["a lease ends early"] += 1
+        for row in epoch.unacknowledged[0].columns.rows:
+            count["a row of a lease that ends early no longer counts"] += row.is_dropped
+            count["a row of a lease that ends early has a window"] += epoch.cache.has_windows
+            count["a row of a lease that ends early has its last token planned"] += not row.num_uncomputed_tokens
 
     def _see_late_rows(self, epoch: WorkerState, result: StepResult) -> None:
         count, dispatch = self._count, epoch.unacknowledged[0]

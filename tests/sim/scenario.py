@@ -107,6 +107,15 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         arrivals = tuple(
             _within_states(states, _repeated(states, arrival, arrivals), capacity, has_grammars) for arrival in arrivals
         )
+    leases = Random(f"leases {seed}")
+    if leases.random() < 0.5:
+        capacity = replace(capacity, max_leased_steps=leases.choice((1, 4, 8, 8)))
+        least_depth = max(least_depth, leases.choice((2, 2, 3, 4)))
+        if leases.random() < 0.7:  # leases need time in which no request waits
+            num_blocks = capacity.num_device_blocks + leases.choice((0, 40))
+            capacity = replace(capacity, num_device_blocks=num_blocks, max_model_len=64)
+            few = arrivals[: leases.randint(2, 6)]
+            arrivals = tuple(_decoding_longer(leases, arrival, capacity.max_model_len) for arrival in few)
     if any(capacity.windows) and lengths.random() < 0.6:
         arrivals = tuple(_lengthened(lengths, arrival, capacity.max_model_len) for arrival in arrivals)
     if sessions.random() < 0.3:
@@ -129,6 +138,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
             max_waiting_requests=3 if rng.random() < 0.07 else 100,
             max_waiting_tokens=20 if rng.random() < 0.07 else 1000,
             max_tenant_waiting_requests=3 if rng.random() < 0.07 else None,
+            max_lease_ms=leases.choice((30.0, 200.0, 200.0)),
             max_decode_slowdown=slowdown.choice((None, None, 1.0, 2.0)),
             grammar_version="g",
         ),
@@ -227,6 +237,16 @@ def _lengthened(rng: Random, arrival: Arrival, max_model_len: int) -> Arrival:
     if rng.random() < 0.3:
         max_tokens = rng.randint(1, max_model_len - len(prompt))
     return replace(arrival, request=replace(request, prompt_token_ids=tuple(prompt), max_tokens=max_tokens))
+
+
+def _decoding_longer(rng: Random, arrival: Arrival, max_model_len: int) -> Arrival:
+    """Return the arrival at a time of its own, usually with more output tokens."""
+    arrival = replace(arrival, time=rng.random() * 1.5)
+    request = arrival.request
+    room = max_model_len - len(request.prompt_token_ids)
+    if request.grammar is not None or request.beam is not None or room <= request.max_tokens or rng.random() < 0.2:
+        return arrival
+    return replace(arrival, request=replace(request, max_tokens=rng.randint(request.max_tokens, room)))
 
 
 def _with_output_mode(rng: Random, request: Request) -> Request:

@@ -347,7 +347,8 @@ class Simulation(Timeline):
     def send(self, connection: Connection, plan: StepPlan) -> None:
         assert connection is self.connection, "S9: a plan for a worker that is gone"
         assert plan.epoch == connection.epoch
-        assert plan.step == len(connection.plans) + 1
+        last = connection.plans[-1] if connection.plans else StepPlan(plan.epoch, 0)
+        assert plan.step == last.step + last.num_leased_steps + 1
         connection.plans.append(plan)
         connection.grammar_ids.difference_update(plan.released_grammar_ids)
         connection.grammar_ids.update(added.grammar_id for added in plan.added_grammars)

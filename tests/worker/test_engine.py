@@ -67,8 +67,8 @@ class SlowRunner:
 class System:
     """An engine, and its outcomes by session."""
 
-    def __init__(self) -> None:
-        self.runner = SlowRunner()
+    def __init__(self, runner: SlowRunner | None = None) -> None:
+        self.runner = runner or SlowRunner()
         self.done: list[int] = []
         self.engine = Engine(lambda: LoadedWorker(self.runner, READY), lambda plan, _: self.done.append(plan.step))
         loaded: SimpleQueue[Exception | None] = SimpleQueue()
@@ -103,6 +103,81 @@ def test_plans_are_launched_while_steps_are_under_way_and_results_come_in_order(
     assert session.last_finished_step == 3
     system.stop()
     assert system.done == [1, 2, 3]
+
+
+class InstantStep:
+    """A step that is done when it is launched, as on a CPU."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        return StepResult(self.plan.epoch, self.plan.step)
+
+
+class InstantRunner(SlowRunner):
+    """A runner whose steps take place in `launch`. The test allows each step to begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed = threading.Semaphore(0)
+        self.begun: SimpleQueue[int] = SimpleQueue()
+
+    def launch(self, plan: StepPlan) -> InstantStep:  # type: ignore[override]
+        self.begun.put(plan.step)
+        assert self.allowed.acquire(timeout=TIMEOUT_S)
+        return InstantStep(plan)
+
+
+def test_lease_runs_until_a_plan_ends_it() -> None:
+    system = System(InstantRunner())
+    runner = system.runner
+    assert isinstance(runner, InstantRunner)
+    session, outcomes = system.begin(7)
+    system.engine.submit(session, StepPlan(7, 1, num_leased_steps=9))
+    for step in (1, 2):
+        assert runner.begun.get(timeout=TIMEOUT_S) == step
+        runner.allowed.release()
+        assert outcomes.get(timeout=TIMEOUT_S) == StepResult(7, step)
+    assert runner.begun.get(timeout=TIMEOUT_S) == 3  # under way when the next plan arrives
+    system.engine.submit(session, StepPlan(7, 11, num_leased_steps=1, ends_lease=True))
+    for _ in range(3):
+        runner.allowed.release()
+    results = [outcomes.get(timeout=TIMEOUT_S) for _ in range(3)]
+    assert results == [StepResult(7, 3, num_dropped_steps=7), StepResult(7, 11), StepResult(7, 12)]
+    system.stop()
+    assert system.done == [1, 2, 3, 11, 12]
+
+
+def test_lease_runs_to_its_end_before_a_plan_that_does_not_end_it() -> None:
+    system = System(InstantRunner())
+    runner = system.runner
+    assert isinstance(runner, InstantRunner)
+    session, outcomes = system.begin(7)
+    system.engine.submit(session, StepPlan(7, 1, num_leased_steps=2))
+    system.engine.submit(session, StepPlan(7, 4))
+    for _ in range(4):
+        runner.allowed.release()
+    assert [outcomes.get(timeout=TIMEOUT_S) for _ in range(4)] == [StepResult(7, step) for step in (1, 2, 3, 4)]
+    system.stop()
+
+
+def test_lease_ends_with_its_session() -> None:
+    system = System(InstantRunner())
+    runner = system.runner
+    assert isinstance(runner, InstantRunner)
+    session, outcomes = system.begin(7)
+    system.engine.submit(session, StepPlan(7, 1, num_leased_steps=9))
+    assert runner.begun.get(timeout=TIMEOUT_S) == 1
+    session.end()
+    runner.allowed.release()
+    system.begin(8)
+    assert runner.begun.empty()
+    assert outcomes.empty()
+    system.stop()
 
 
 def test_result_tells_of_the_moves_that_are_done() -> None:

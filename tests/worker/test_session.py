@@ -63,3 +63,19 @@ def test_plans_come_in_order_and_no_deeper_than_the_pipeline() -> None:
         with pytest.raises(WorkerProtocolError, match=text):
             session.plan(epoch, step)
     session.plan(3, 4)
+
+
+def test_plan_with_a_lease_is_unfinished_until_its_last_step_is_answered() -> None:
+    session = Session(3, "a", pipeline_depth=2, max_leased_steps=2)
+    with pytest.raises(WorkerProtocolError, match="leases 3 steps; this worker accepts 2"):
+        session.plan(3, 1, 3)
+    session.plan(3, 1, 2)
+    session.plan(3, 4)
+    session.answer(1)
+    with pytest.raises(WorkerProtocolError, match="2 plans are unfinished"):
+        session.plan(3, 5)
+    session.answer(2, 1)  # step 3 is not computed
+    session.plan(3, 5)
+    session.answer(4)
+    session.answer(5)
+    assert session.num_unfinished == 0

@@ -97,6 +97,7 @@ class EngineSession:
     last_started_step: int = 0
     last_finished_step: int = 0
     last_moved_step: int = 0
+    last_ending_step: int = 0  # the step of the last plan that ends the lease before it
 
     def end(self) -> None:
         self.has_ended = True
@@ -160,7 +161,9 @@ class Engine:
 
     def submit(self, session: EngineSession, plan: StepPlan) -> None:
         """Queue the step of a plan for computation. The result or the exception is passed to `session.deliver`."""
-        self._commands.put(lambda: self._step(session, plan))
+        if plan.ends_lease:
+            session.last_ending_step = plan.step
+        self._commands.put(lambda: self._steps(session, plan))
 
     def stop(self, timeout_s: float) -> bool:
         """Finish the queued steps and end the compute thread.
@@ -223,10 +226,17 @@ class Engine:
             return
         on_begun()
 
-    def _step(self, session: EngineSession, plan: StepPlan) -> None:
+    def _steps(self, session: EngineSession, plan: StepPlan) -> None:
+        """Compute the step of a plan, and the steps of its lease until a queued plan ends the lease."""
+        num_left = plan.num_leased_steps
+        while not session.has_ended:
+            if not self._step(session, plan, num_left) or not num_left:
+                return
+            plan, num_left = StepPlan(plan.epoch, plan.step + 1), num_left - 1
+
+    def _step(self, session: EngineSession, plan: StepPlan, num_leased_steps: int) -> bool:
+        """Compute a step. Return whether the `num_leased_steps` after it are to be computed, too."""
         assert self._loaded is not None
-        if session.has_ended:
-            return
         runner = self._loaded.runner
         session.last_started_step = plan.step
         step = _RunningStep(session, plan, time.time_ns())
@@ -236,18 +246,21 @@ class Engine:
         except Exception as error:
             self._wait_for_launched()  # delivers the results of earlier steps before the error
             self._fail(session, error, step.name)
-            return
+            return False
         session.last_moved_step = max(session.last_moved_step, runner.last_moved_step())
         self._moving = session if runner.is_moving else None
         if self._resolver is None and launched.is_done():
-            self._resolve(step, launched)
-            return
+            ends_lease = session.last_ending_step > plan.step
+            self._resolve(step, launched, num_leased_steps if ends_lease else 0)
+            return not ends_lease
         if self._resolver is None:
             self._resolver = _Resolver(self._resolve)
         self._resolver.put(step, launched)
+        return True
 
-    def _resolve(self, step: "_RunningStep", launched: LaunchedStep) -> None:
-        """Wait for the result of a launched step and deliver the result, or the error, to the step's session.
+    def _resolve(self, step: "_RunningStep", launched: LaunchedStep, num_dropped_steps: int = 0) -> None:
+        """Wait for the result of a launched step and deliver the result, or the error, to the step's session. The
+        `num_dropped_steps` after it are not computed.
 
         This runs on the resolver's thread if there is a resolver, else on the compute thread.
         """
@@ -260,8 +273,8 @@ class Engine:
         if session.has_ended:
             return
         session.last_finished_step = step.plan.step
-        if result.last_moved_step != session.last_moved_step:
-            result = replace(result, last_moved_step=session.last_moved_step)
+        if num_dropped_steps or result.last_moved_step != session.last_moved_step:
+            result = replace(result, last_moved_step=session.last_moved_step, num_dropped_steps=num_dropped_steps)
         session.deliver(result)
         self._on_step_done(step.plan, step.started_ns)
 

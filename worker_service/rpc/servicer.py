@@ -21,6 +21,7 @@ from pagewire.common.wire.messages import (
     Refusal,
     StepPlan,
     StepResult,
+    StepResults,
     WorkerProtocolError,
     WorkerStarting,
 )
@@ -210,6 +211,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         except TimeoutError:
             self._on_stuck(f"a step of an earlier session has not finished in {self._begin_timeout_s:.0f} s")
         assert self._engine.ready is not None
+        stream.session.max_leased_steps = self._engine.ready.max_leased_steps
         await stream.write(self._engine.ready)
 
 
@@ -299,15 +301,23 @@ class _Stream:
             plan = decode_request(request)
             if not isinstance(plan, StepPlan):
                 raise WorkerProtocolError("hello came twice on one stream")
-            self.session.plan(plan.epoch, plan.step)
+            self.session.plan(plan.epoch, plan.step, plan.num_leased_steps)
             self._engine.submit(self.engine_session, plan)
 
     async def _transmit(self) -> None:
+        held: StepResult | None = None
         while True:
-            message = await self._outgoing.get()
+            message: Response = await self._outgoing.get()
             if isinstance(message, StepResult):
                 # Before the write: the next plan may arrive before the write returns here.
-                self.session.answer(message.step)
+                num_later = self.session.answer(message.step, message.num_dropped_steps)
+                if held is not None:
+                    message, held = StepResults((held, message)), None
+                elif num_later > 1:
+                    # A message for two steps costs half as much. The last result comes alone, so that the next plan
+                    # arrives while a step is computed.
+                    held = message
+                    continue
             await self.write(message)
 
     async def _beat(self, interval_s: float) -> None:

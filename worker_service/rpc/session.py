@@ -6,7 +6,8 @@ The worker refuses epochs more than a day in the future. Otherwise a single hell
 make the worker unusable for all schedulers.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from pagewire.common.wire.messages import PROTOCOL_VERSION, Hello, Refusal, RefusalReason, WorkerProtocolError
 
@@ -24,31 +25,50 @@ class Session:
     epoch: int
     instance_id: str
     pipeline_depth: int
+    max_leased_steps: int = 0
     last_planned_step: int = 0
     last_answered_step: int = 0
+    _last_steps: deque[int] = field(default_factory=deque)  # of the unfinished plans, with their leases
 
-    def plan(self, epoch: int, step: int) -> None:
+    @property
+    def num_unfinished(self) -> int:
+        """The number of plans whose last result has not been sent."""
+        return len(self._last_steps)
+
+    def plan(self, epoch: int, step: int, num_leased_steps: int = 0) -> None:
         """Record that the plan of a step has arrived from the scheduler.
 
-        Raises WorkerProtocolError if the plan is not the next plan of this session, or if `pipeline_depth` earlier
-        plans are unfinished.
+        Raises WorkerProtocolError if the plan is not the next plan of this session, if its lease is too long, or if
+        `pipeline_depth` earlier plans are unfinished.
         """
         if epoch != self.epoch:
             raise WorkerProtocolError(f"a plan is of epoch {epoch}, this session is epoch {self.epoch}")
         if step != self.last_planned_step + 1:
             raise WorkerProtocolError(f"a plan is step {step}, the next step is {self.last_planned_step + 1}")
-        num_unfinished = self.last_planned_step - self.last_answered_step
-        if num_unfinished >= self.pipeline_depth:
+        if num_leased_steps > self.max_leased_steps:
             raise WorkerProtocolError(
-                f"step {step} arrived while {num_unfinished} plans are unfinished; the pipeline depth is "
+                f"step {step} leases {num_leased_steps} steps; this worker accepts {self.max_leased_steps}"
+            )
+        if self.num_unfinished >= self.pipeline_depth:
+            raise WorkerProtocolError(
+                f"step {step} arrived while {self.num_unfinished} plans are unfinished; the pipeline depth is "
                 f"{self.pipeline_depth}"
             )
-        self.last_planned_step = step
+        self.last_planned_step = step + num_leased_steps
+        self._last_steps.append(self.last_planned_step)
 
-    def answer(self, step: int) -> None:
-        """Record that the worker is about to send the result of `step`, which must be the oldest unfinished step."""
+    def answer(self, step: int, num_dropped_steps: int = 0) -> int:
+        """Record that the worker is about to send the result of `step`, which must be the oldest unfinished step, and
+        does not compute the `num_dropped_steps` steps after it.
+
+        Return how many results of the same lease follow, if it does not end early.
+        """
         assert step == self.last_answered_step + 1 <= self.last_planned_step
-        self.last_answered_step = step
+        self.last_answered_step = step + num_dropped_steps
+        num_later = self._last_steps[0] - self.last_answered_step
+        if not num_later:
+            self._last_steps.popleft()
+        return num_later
 
 
 @dataclass(slots=True)

@@ -59,6 +59,8 @@ from worker_service.startup.warm_up import initialize_vector_math, warm_up
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
+# The most steps of a lease. A scheduler that is lost meanwhile costs the computation of these steps.
+_MAX_LEASED_STEPS = 63
 _CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
@@ -412,6 +414,7 @@ class _RunnerParts:
             num_host_states=cache.num_host_states,
             state_bytes=cache.states[0].nbytes,
             num_state_layers=num_state_layers(self.network),
+            max_leased_steps=_MAX_LEASED_STEPS if self.streams is None and self.communicator.size == 1 else 0,
         )
 
     def counts(self, sizes: PoolSize) -> tuple[Counts, Counts]:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 # Incremented with every change of the protocol's meaning. Both sides must use the same version.
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 # Moves name state i as block FIRST_STATE_ID + i, on the device and on the host.
 FIRST_STATE_ID = 1 << 31
 
@@ -190,6 +190,10 @@ class StepPlan:
     work_num_tokens: tuple[int, ...] = _column("patches_of_work")
     added_grammars: tuple[AddedGrammar, ...] = ()
     released_grammar_ids: tuple[int, ...] = ()
+    # The lease: after this step, the worker computes this many further steps, as if it had received an empty plan for
+    # each. Their results have the next step numbers, and the next plan has the number after them.
+    num_leased_steps: int = 0
+    ends_lease: bool = False  # the lease of the previous plan ends with the step that the worker computes now
 
 
 def _phases() -> dict[str, tuple[str, ...]]:
@@ -290,6 +294,14 @@ class StepResult:
     # step in which its mask is complete reports the time.
     mask_slots: tuple[int, ...] = ()
     mask_us: tuple[int, ...] = ()
+    num_dropped_steps: int = 0  # the later steps of a lease that has ended early: they are not computed
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """The results of consecutive steps of one lease, in one message."""
+
+    results: tuple[StepResult, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +380,7 @@ class WorkerCapacity:
     num_host_states: int = 0
     state_bytes: int = 0
     num_state_layers: int = 0
+    max_leased_steps: int = 0  # the limit on the leased steps of a plan; 0: no leases
 
     @property
     def windows(self) -> tuple[int, ...]:

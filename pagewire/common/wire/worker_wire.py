@@ -14,6 +14,7 @@ from pagewire.common.wire.messages import (
     Refusal,
     StepPlan,
     StepResult,
+    StepResults,
     WorkerCapacity,
     WorkerProtocolError,
     WorkerStarting,
@@ -23,7 +24,7 @@ from pagewire.common.wire.transport.translation import decoder, encoder, unknown
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 
 FromScheduler = Hello | StepPlan
-Response = WorkerStarting | WorkerCapacity | Refusal | StepResult | Heartbeat | GrammarReport
+Response = WorkerStarting | WorkerCapacity | Refusal | StepResult | StepResults | Heartbeat | GrammarReport
 Data = TypeVar("Data")
 Envelope = TypeVar("Envelope", bound=Message)
 

@@ -37,7 +37,7 @@ FRONT_END_PROTOCOL = 1
 # The limit for all fields except the prompt and the grammar, so that they can be decoded without blocking the event
 # loop for long.
 _OTHER_BYTES = 64 << 10
-_SCHEDULERS_OWN = ("deadline", "traceparent", "output_mode")
+_SCHEDULERS_OWN = ("deadline", "traceparent", "output_mode", "has_stop_texts")
 _encode = encoder(Request, scheduler_pb2.ResolvedRequest, _SCHEDULERS_OWN)
 _decode = decoder(Request, scheduler_pb2.ResolvedRequest, apart=_SCHEDULERS_OWN)
 

@@ -24,6 +24,7 @@ class DecodeColumns:
     stop_sets: list[frozenset[int]]
     any_stop: frozenset[int]  # the union of stop_sets
     has_logprobs: bool
+    may_be_leased: bool  # no client looks for stop texts in their outputs
 
     def take(self, kept: list[int]) -> "DecodeColumns":
         """Return a copy that contains only the sequences at the indices `kept`. The copy has the same `any_stop` and
@@ -36,6 +37,7 @@ class DecodeColumns:
             stop_sets=[self.stop_sets[i] for i in kept],
             any_stop=self.any_stop,
             has_logprobs=self.has_logprobs,
+            may_be_leased=self.may_be_leased,
         )
 
 
@@ -60,11 +62,11 @@ class DecodeBatch:
     def join(self, row: Row) -> None:
         """Add a sequence to the set of sequences that decode one token in every step, starting with the next step. The
         last plan must sample a token for this sequence."""
-        num_in_table = row.allocation.num_granted_blocks * self._block_size - row.allocation.num_computed_tokens
+        num_in_block = -row.allocation.num_computed_tokens % self._block_size
         row.join_decoding(self._steps)
         self._rows[row.slot] = row
         self._columns = None
-        self._due[row.set_due_step(self._steps.num_steps + num_in_table + 1)].append(row)
+        self._due[row.set_due_step(self._steps.num_steps + num_in_block + 1)].append(row)
 
     def got_block(self, row: Row, step: int) -> None:
         """Record that the plan of `step` gave a decoding sequence its next KV cache block. The scheduler will examine
@@ -84,7 +86,13 @@ class DecodeBatch:
 
         A sequence that left the set and joined again may have two entries, but is returned once.
         """
-        return [row for row in dict.fromkeys(self._due.pop(step, ())) if row.due_step == step]
+        rows = self.due(step)
+        self._due.pop(step, None)
+        return rows
+
+    def due(self, step: int) -> list[Row]:
+        """Return the decoding sequences that the scheduler must examine for the step `step`, and keep the entries."""
+        return [row for row in dict.fromkeys(self._due.get(step, ())) if row.due_step == step]
 
     def columns(self) -> DecodeColumns:
         """Return the sequences that decode one token in every step, with one list per field. The lists are rebuilt only
@@ -102,5 +110,6 @@ class DecodeBatch:
                 stop_sets=stop_sets,
                 any_stop=frozenset().union(*set(stop_sets)),
                 has_logprobs=any(sequence.group.request.sampling.num_logprobs is not None for sequence in sequences),
+                may_be_leased=not any(sequence.group.request.has_stop_texts for sequence in sequences),
             )
         return self._columns

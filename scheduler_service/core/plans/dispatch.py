@@ -55,6 +55,7 @@ class Dispatch:
     num_prompt_tokens: int
     has_moves: bool
     saves: tuple[Save, ...] = ()
+    num_later_steps: int = 0  # of the same lease
 
     def sampling_rows(self) -> list[PlannedRow]:
         """Return the running sequences that sample a token in this step and were planned individually, sorted by slot.

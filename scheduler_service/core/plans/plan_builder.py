@@ -40,6 +40,11 @@ class RowSlots:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def has_released(self) -> bool:
+        """Whether the next plan has rows to end."""
+        return bool(self._released)
+
     def take(self) -> int:
         """Allocate the lowest free slot of the worker, and return its number."""
         return heappop(self._free)
@@ -112,6 +117,7 @@ class WorkerRows:
 
     def __init__(self, capacity: WorkerCapacity, num_slots: int, steps: StepCount) -> None:
         self._gates_grammars, self.num_worker_slots = capacity.gates_grammars, capacity.max_num_seqs
+        self._leases = capacity.max_leased_steps > 0
         self.slots = RowSlots(num_slots)
         self.decoding = DecodeBatch(steps, capacity.block_size)
         self.active: dict[Row, None] = {}  # rows that have tokens to compute and do not decode
@@ -128,7 +134,8 @@ class WorkerRows:
         request, reserved = sequence.group.request, sequence.group.reserved_slots
         slot = reserved.pop(0) if reserved else self.slots.take()
         gates = request.grammar is not None and self._gates_grammars
-        return sequence.take_slot(slot, self.drops, is_gated=gates or not sequence.group.chooses_tokens)
+        is_gated = gates or not sequence.group.chooses_tokens
+        return sequence.take_slot(slot, self.drops, is_gated=is_gated, may_be_leased=self._leases)
 
     def open(self, sequence: Sequence) -> Row:
         """Assign a slot of the worker to a sequence that starts to run, and return the sequence's new row (the worker's
@@ -169,9 +176,9 @@ class WorkerRows:
         if group.beam is not None:
             group.beam.forget_step()
 
-    def repeat(self, row: Row) -> None:
-        """Make the worker compute the last position of a sequence again in the next plan. The sequence could not sample
-        in the oldest plan, because its grammar mask was not ready.
+    def repeat(self, row: Row, num_samples: int = 1) -> None:
+        """Plan the last `num_samples` positions of a sequence again from the next plan on. The worker did not sample
+        there, because the sequence's grammar mask was not ready, or because it has dropped the steps of a lease.
 
         Each plan in flight then does the work that the preceding plan was to do for this sequence. A decoding sequence
         that has no output token yet is planned individually until it has a token.
@@ -182,7 +189,7 @@ class WorkerRows:
         elif row.is_decoding:
             self.pause(row)
             self.drops.num_drops += 1
-        row.repeat()
+        row.repeat(num_samples)
         if decodes:
             self.decoding.join(row)
         elif row.slot >= 0 and row.num_uncomputed_tokens:
@@ -221,6 +228,9 @@ class PlanBuilder:
     read_states: list[int] = field(default_factory=list)  # that rows start with
     rows: list[PlannedRow] = field(default_factory=list)
     began_block: list[Row] = field(default_factory=list)  # decoding rows that got a block
+    ends_lease: bool = False  # the plan in flight has a lease with steps that the worker has not computed
+    follows_lease: bool = False  # rows may be fewer positions ahead than it seems, if the lease ends early
+    leased: list[tuple[Row, ...]] = field(default_factory=list)  # for each leased step, the rows that begin a block
 
     @property
     def num_tokens(self) -> int:
@@ -233,8 +243,9 @@ class PlanBuilder:
     @property
     def is_empty(self) -> bool:
         """Return whether the plan has nothing to compute, no sequence to start, no grammar to prepare and no block to
-        transfer. Sequences to delete do not matter here, because a later plan can delete them."""
-        return not (self.num_tokens or self.openings or self.added_grammars or self.cache.moves.ordered_by(self.step))
+        transfer. Sequences to delete matter only if the worker may still compute them in a lease."""
+        has_work = self.num_tokens or self.openings or self.added_grammars or self.cache.moves.ordered_by(self.step)
+        return not (has_work or (self.ends_lease and self.worker_rows.slots.has_released))
 
     def can_open(self, sequence: Sequence) -> bool:
         """Return whether another sequence may start in this plan without exceeding the size limit of the plan's
@@ -261,19 +272,45 @@ class PlanBuilder:
             if row.last_step == self.step:
                 self.worker_rows.pause(row)
         due = [row for row in due if row.is_decoding]
-        num_slots = self.worker_rows.num_worker_slots
         if self._has_ample_blocks(len(due)):
             for row in due:
-                self._slide(row)
-                number = row.slot
-                for block in self.cache.append_next(row.allocation):
-                    self.appended_blocks.append((number, block))
-                    number += num_slots
+                self._append_next(row, self.step)
                 self._began_block(row)
             due.clear()
         in_order = sorted({**self.worker_rows.active, **dict.fromkeys(due)}, key=lambda row: row.order)
         for group, group_rows in groupby(in_order, key=lambda row: row.sequence.group):
             yield group, list(group_rows)
+
+    def lease(self, max_steps: int) -> None:
+        """Lease further steps to the worker, up to `max_steps`. Decoding sequences get the blocks that they need then.
+
+        A lease ends before a step that must be planned, because a sequence ends in it, saves its state or finds no free
+        block.
+        """
+        decoding = self.worker_rows.decoding
+        while len(self.leased) < max_steps:
+            step = self.step + len(self.leased) + 1
+            due = decoding.due(step)
+            num_blocks = (len(due) + len(decoding)) * len(self.cache.room.windows.of_groups)  # one remains for each row
+            ends = any(row.last_step == step for row in due)
+            if due and (ends or self.cache.states.num_states or num_blocks > self.cache.pool.num_free):
+                return
+            for row in decoding.take_due(step):
+                self._append_next(row, step)
+                decoding.got_block(row, step)
+            self.leased.append(tuple(due))
+
+    def _append_next(self, row: Row, step: int) -> None:
+        """Give a decoding sequence its next block of each layer group for a step, unless an earlier lease, which ended
+        early, gave it the block."""
+        self._slide(row)
+        position = row.allocation.num_computed_tokens + step - self.step
+        if position < row.allocation.num_granted_blocks * self.cache.block_size:
+            return
+        number = row.slot
+        for block in self.cache.append_next(row.allocation):
+            self.appended_blocks.append((number, block))
+            number += self.worker_rows.num_worker_slots
 
     def _has_ample_blocks(self, num_due: int) -> bool:
         """Return whether the pool has enough free KV cache blocks for all running sequences in this plan.
@@ -354,7 +391,7 @@ class PlanBuilder:
         """Record that the plan gives a decoding sequence its next KV cache block."""
         self.worker_rows.decoding.got_block(row, self.step)
         self.began_block.append(row)
-        if self.cache.states.num_states:
+        if self.cache.states.num_states and not self.follows_lease:
             saves = self.cache.states.save_decoded(row.allocation, row.allocation.num_computed_tokens)
             self.saves += [(row.slot, save) for save in saves]
 
@@ -369,6 +406,7 @@ class PlanBuilder:
         num_tokens_next = int(not row.is_gated) if samples else num_tokens
         self.rows.append(PlannedRow(row.slot, row, start, num_tokens, samples, num_tokens_next, num_prompt_logprobs))
         self.num_row_tokens += num_tokens
+        is_certain = not (self.follows_lease and row.num_in_flight)
         row.plan(self.step, num_tokens, samples=samples)
         if not row.allocation.forkable_from and start + num_tokens >= sequence.num_prompt_tokens:
             row.allocation.may_be_forked(self.step + 1)
@@ -376,16 +414,16 @@ class PlanBuilder:
             del self.worker_rows.active[row]
         self.cache.publish(row.allocation, row.num_settled_tokens)
         if self.cache.states.num_states:
-            self._plan_states(row, start, start + num_tokens)
+            self._plan_states(row, start, start + num_tokens, is_certain=is_certain)
 
-    def _plan_states(self, row: Row, start: int, end: int) -> None:
+    def _plan_states(self, row: Row, start: int, end: int, *, is_certain: bool) -> None:
         """Plan the saves of a row that computes the positions from `start` to `end`. Beams save no states after their
-        prompt, because they continue in other sequences."""
+        prompt, because they continue in other sequences. Nor does a row whose position is not certain."""
         states, allocation, group = self.cache.states, row.allocation, row.sequence.group
         if allocation.states.source:
             self.read_states.append(allocation.states.source)
             allocation.states.source = 0
-        if group.beam is not None and start >= row.sequence.num_prompt_tokens:
+        if not is_certain or (group.beam is not None and start >= row.sequence.num_prompt_tokens):
             return
         if group.beam is None and group.rowless_sequences:
             for save in states.save_fork(allocation, start, end):
@@ -424,7 +462,7 @@ class PlanBuilder:
                 columns.update(zip(names, zip(*entries, strict=True), strict=True))
             elif entries:
                 columns[phase] = tuple(entries)
-        return StepPlan(epoch, self.step, **columns)
+        return StepPlan(epoch, self.step, num_leased_steps=len(self.leased), ends_lease=self.ends_lease, **columns)
 
 
 def num_missing_blocks(cache: CacheManager, work: Work) -> int:

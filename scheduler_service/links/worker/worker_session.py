@@ -22,6 +22,7 @@ from pagewire.common.wire.messages import (
     Heartbeat,
     StepPlan,
     StepResult,
+    StepResults,
     WorkerCapacity,
     WorkerProtocolError,
 )
@@ -129,15 +130,16 @@ class Session:
         elif not silent:
             self._exchange.grammar_ready(grammar_id, "")
 
-    def rank_result(self, rank: int, result: StepResult) -> None:
-        """Record the result of a step from one rank. When all ranks have returned the result, pass it to the step loop.
-        Raise WorkerProtocolError if the ranks chose different tokens or returned different steps."""
+    def rank_result(self, rank: int, result: StepResult, age: float) -> None:
+        """Record the result of a step, which was `age` seconds old when it arrived from a rank. When all ranks have
+        returned the result, pass it to the step loop. Raise WorkerProtocolError if the ranks chose different tokens or
+        returned different steps."""
         self._results[rank].append(result)
         while all(self._results):
             first, *others = (results.popleft() for results in self._results)
             for other_rank, other in enumerate(others, start=1):
                 _check_equal(first, other_rank, other)
-            self._exchange.result(first)
+            self._exchange.result(first, age)
 
     def _capacity(self) -> WorkerCapacity:
         first, *others = (self._capacities[rank] for rank in range(len(self.ranks)))
@@ -187,7 +189,10 @@ class RankSession:
         """Send a plan, which says what to compute in one step, to this rank. `message` is the encoded plan. Do not wait
         for the transmission."""
         has_moves = bool(plan.swap_out_device_blocks or plan.swap_in_host_blocks)
-        self._liveness.sent(plan.step, sum(plan.work_num_tokens), time.monotonic(), has_moves=has_moves)
+        now = time.monotonic()
+        self._liveness.sent(plan.step, sum(plan.work_num_tokens), now, has_moves=has_moves)
+        for step in range(plan.step + 1, plan.step + 1 + plan.num_leased_steps):
+            self._liveness.sent(step, 0, now)
         self._outbox.put_nowait(message)
 
     def close(self, reason: str) -> None:
@@ -225,6 +230,11 @@ class RankSession:
             message = await read(call)
             now = time.monotonic()
             self._liveness.heard(now)
+            if isinstance(message, StepResults):
+                for i, result in enumerate(message.results):
+                    later_us = sum(later.duration_us for later in message.results[i + 1 :])
+                    self._take_result(result, later_us / 1e6, now)
+                continue
             if not isinstance(message, StepResult | Heartbeat | GrammarReport):
                 raise WorkerProtocolError(f"the worker sent {type(message).__name__} in the middle of a session")
             if message.epoch != self.session.epoch:
@@ -236,13 +246,23 @@ class RankSession:
             if isinstance(message, GrammarReport):
                 self.session.rank_grammar_ready(self.rank, message.grammar_id, message.error)
                 continue
-            if message.last_moved_step > self._last_moved_step:
-                self._last_moved_step = message.last_moved_step
-                self._liveness.moved(message.last_moved_step, now)
-                self.session.rank_moved(self.rank, message.last_moved_step)
             if isinstance(message, StepResult):
-                self._liveness.finished(message.step, message.duration_us / 1e6, now)
-                self.session.rank_result(self.rank, message)
+                self._take_result(message, 0.0, now)
+            else:
+                self._take_moved_step(message.last_moved_step, now)
+
+    def _take_result(self, result: StepResult, age: float, now: float) -> None:
+        if result.epoch != self.session.epoch:
+            raise WorkerProtocolError(f"a StepResult of epoch {result.epoch} in epoch {self.session.epoch}")
+        self._take_moved_step(result.last_moved_step, now)
+        self._liveness.finished(result.step + result.num_dropped_steps, result.duration_us / 1e6, now)
+        self.session.rank_result(self.rank, result, age)
+
+    def _take_moved_step(self, step: int, now: float) -> None:
+        if step > self._last_moved_step:
+            self._last_moved_step = step
+            self._liveness.moved(step, now)
+            self.session.rank_moved(self.rank, step)
 
     async def _transmit(self, call: grpc.aio.StreamStreamCall) -> NoReturn:
         while True:

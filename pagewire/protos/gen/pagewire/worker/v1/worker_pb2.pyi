@@ -61,20 +61,22 @@ class ExecuteRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., plan: _Optional[_Union[StepPlan, _Mapping]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
-    __slots__ = ("ready", "refusal", "result", "heartbeat", "grammar", "starting")
+    __slots__ = ("ready", "refusal", "result", "heartbeat", "grammar", "starting", "results")
     READY_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     STARTING_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
     ready: WorkerCapacity
     refusal: Refusal
     result: StepResult
     heartbeat: Heartbeat
     grammar: GrammarReport
     starting: WorkerStarting
-    def __init__(self, ready: _Optional[_Union[WorkerCapacity, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., grammar: _Optional[_Union[GrammarReport, _Mapping]] = ..., starting: _Optional[_Union[WorkerStarting, _Mapping]] = ...) -> None: ...
+    results: StepResults
+    def __init__(self, ready: _Optional[_Union[WorkerCapacity, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., grammar: _Optional[_Union[GrammarReport, _Mapping]] = ..., starting: _Optional[_Union[WorkerStarting, _Mapping]] = ..., results: _Optional[_Union[StepResults, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "instance_id", "epoch", "pipeline_depth")
@@ -89,7 +91,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pipeline_depth: _Optional[int] = ...) -> None: ...
 
 class WorkerCapacity(_message.Message):
-    __slots__ = ("worker_id", "model_digest", "vocab_size", "max_model_len", "block_size", "num_device_blocks", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "attention_backend", "num_host_blocks", "swap_bandwidth", "tensor_parallel_rank", "tensor_parallel_size", "quantization", "grammar_version", "gates_grammars", "tables_digest", "weight_format", "weight_bytes", "is_bidirectional", "layer_groups", "num_device_states", "num_host_states", "state_bytes", "num_state_layers")
+    __slots__ = ("worker_id", "model_digest", "vocab_size", "max_model_len", "block_size", "num_device_blocks", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "attention_backend", "num_host_blocks", "swap_bandwidth", "tensor_parallel_rank", "tensor_parallel_size", "quantization", "grammar_version", "gates_grammars", "tables_digest", "weight_format", "weight_bytes", "is_bidirectional", "layer_groups", "num_device_states", "num_host_states", "state_bytes", "num_state_layers", "max_leased_steps")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +120,7 @@ class WorkerCapacity(_message.Message):
     NUM_HOST_STATES_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LEASED_STEPS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model_digest: bytes
     vocab_size: int
@@ -146,7 +149,8 @@ class WorkerCapacity(_message.Message):
     num_host_states: int
     state_bytes: int
     num_state_layers: int
-    def __init__(self, worker_id: _Optional[str] = ..., model_digest: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., tensor_parallel_rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., quantization: _Optional[str] = ..., grammar_version: _Optional[str] = ..., gates_grammars: bool = ..., tables_digest: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., is_bidirectional: bool = ..., layer_groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., num_device_states: _Optional[int] = ..., num_host_states: _Optional[int] = ..., state_bytes: _Optional[int] = ..., num_state_layers: _Optional[int] = ...) -> None: ...
+    max_leased_steps: int
+    def __init__(self, worker_id: _Optional[str] = ..., model_digest: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., tensor_parallel_rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., quantization: _Optional[str] = ..., grammar_version: _Optional[str] = ..., gates_grammars: bool = ..., tables_digest: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., is_bidirectional: bool = ..., layer_groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., num_device_states: _Optional[int] = ..., num_host_states: _Optional[int] = ..., state_bytes: _Optional[int] = ..., num_state_layers: _Optional[int] = ..., max_leased_steps: _Optional[int] = ...) -> None: ...
 
 class LayerGroup(_message.Message):
     __slots__ = ("sliding_window", "num_layers")
@@ -185,7 +189,7 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[_Union[Refusal.Reason, str]] = ..., epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("epoch", "step", "released_slots", "swap_out_device_blocks", "swap_out_host_blocks", "swap_in_host_blocks", "swap_in_device_blocks", "openings", "append_tables", "append_block_ids", "work_slots", "work_num_tokens", "copy_source_blocks", "copy_target_blocks", "fork_source_slots", "fork_target_slots", "set_block_tables", "set_block_indexes", "set_block_ids", "append_token_slots", "append_token_ids", "added_grammars", "released_grammar_ids", "set_state_slots", "set_state_firsts", "set_state_seconds", "save_slots", "save_positions", "save_states")
+    __slots__ = ("epoch", "step", "released_slots", "swap_out_device_blocks", "swap_out_host_blocks", "swap_in_host_blocks", "swap_in_device_blocks", "openings", "append_tables", "append_block_ids", "work_slots", "work_num_tokens", "copy_source_blocks", "copy_target_blocks", "fork_source_slots", "fork_target_slots", "set_block_tables", "set_block_indexes", "set_block_ids", "append_token_slots", "append_token_ids", "added_grammars", "released_grammar_ids", "set_state_slots", "set_state_firsts", "set_state_seconds", "save_slots", "save_positions", "save_states", "num_leased_steps", "ends_lease")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +219,8 @@ class StepPlan(_message.Message):
     SAVE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     SAVE_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     SAVE_STATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_LEASE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     released_slots: _containers.RepeatedScalarFieldContainer[int]
@@ -244,7 +250,9 @@ class StepPlan(_message.Message):
     save_slots: _containers.RepeatedScalarFieldContainer[int]
     save_positions: _containers.RepeatedScalarFieldContainer[int]
     save_states: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., released_slots: _Optional[_Iterable[int]] = ..., swap_out_device_blocks: _Optional[_Iterable[int]] = ..., swap_out_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_device_blocks: _Optional[_Iterable[int]] = ..., openings: _Optional[_Iterable[_Union[RowOpening, _Mapping]]] = ..., append_tables: _Optional[_Iterable[int]] = ..., append_block_ids: _Optional[_Iterable[int]] = ..., work_slots: _Optional[_Iterable[int]] = ..., work_num_tokens: _Optional[_Iterable[int]] = ..., copy_source_blocks: _Optional[_Iterable[int]] = ..., copy_target_blocks: _Optional[_Iterable[int]] = ..., fork_source_slots: _Optional[_Iterable[int]] = ..., fork_target_slots: _Optional[_Iterable[int]] = ..., set_block_tables: _Optional[_Iterable[int]] = ..., set_block_indexes: _Optional[_Iterable[int]] = ..., set_block_ids: _Optional[_Iterable[int]] = ..., append_token_slots: _Optional[_Iterable[int]] = ..., append_token_ids: _Optional[_Iterable[int]] = ..., added_grammars: _Optional[_Iterable[_Union[AddedGrammar, _Mapping]]] = ..., released_grammar_ids: _Optional[_Iterable[int]] = ..., set_state_slots: _Optional[_Iterable[int]] = ..., set_state_firsts: _Optional[_Iterable[int]] = ..., set_state_seconds: _Optional[_Iterable[int]] = ..., save_slots: _Optional[_Iterable[int]] = ..., save_positions: _Optional[_Iterable[int]] = ..., save_states: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_leased_steps: int
+    ends_lease: bool
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., released_slots: _Optional[_Iterable[int]] = ..., swap_out_device_blocks: _Optional[_Iterable[int]] = ..., swap_out_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_device_blocks: _Optional[_Iterable[int]] = ..., openings: _Optional[_Iterable[_Union[RowOpening, _Mapping]]] = ..., append_tables: _Optional[_Iterable[int]] = ..., append_block_ids: _Optional[_Iterable[int]] = ..., work_slots: _Optional[_Iterable[int]] = ..., work_num_tokens: _Optional[_Iterable[int]] = ..., copy_source_blocks: _Optional[_Iterable[int]] = ..., copy_target_blocks: _Optional[_Iterable[int]] = ..., fork_source_slots: _Optional[_Iterable[int]] = ..., fork_target_slots: _Optional[_Iterable[int]] = ..., set_block_tables: _Optional[_Iterable[int]] = ..., set_block_indexes: _Optional[_Iterable[int]] = ..., set_block_ids: _Optional[_Iterable[int]] = ..., append_token_slots: _Optional[_Iterable[int]] = ..., append_token_ids: _Optional[_Iterable[int]] = ..., added_grammars: _Optional[_Iterable[_Union[AddedGrammar, _Mapping]]] = ..., released_grammar_ids: _Optional[_Iterable[int]] = ..., set_state_slots: _Optional[_Iterable[int]] = ..., set_state_firsts: _Optional[_Iterable[int]] = ..., set_state_seconds: _Optional[_Iterable[int]] = ..., save_slots: _Optional[_Iterable[int]] = ..., save_positions: _Optional[_Iterable[int]] = ..., save_states: _Optional[_Iterable[int]] = ..., num_leased_steps: _Optional[int] = ..., ends_lease: bool = ...) -> None: ...
 
 class AddedGrammar(_message.Message):
     __slots__ = ("grammar_id", "kind", "text", "end_token_ids")
@@ -337,7 +345,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias_token_ids: _Optional[_Iterable[int]] = ..., logit_bias_values: _Optional[_Iterable[float]] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., num_candidates: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("epoch", "step", "statuses", "token_ids", "logprobs", "prompt_logprobs", "duration_us", "candidates", "last_moved_step", "parts", "embeddings", "mask_slots", "mask_us")
+    __slots__ = ("epoch", "step", "statuses", "token_ids", "logprobs", "prompt_logprobs", "duration_us", "candidates", "last_moved_step", "parts", "embeddings", "mask_slots", "mask_us", "num_dropped_steps")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +359,7 @@ class StepResult(_message.Message):
     EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     MASK_SLOTS_FIELD_NUMBER: _ClassVar[int]
     MASK_US_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_STEPS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     statuses: _containers.RepeatedScalarFieldContainer[RowStatus]
@@ -364,7 +373,14 @@ class StepResult(_message.Message):
     embeddings: _containers.RepeatedScalarFieldContainer[bytes]
     mask_slots: _containers.RepeatedScalarFieldContainer[int]
     mask_us: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., duration_us: _Optional[int] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., last_moved_step: _Optional[int] = ..., parts: _Optional[_Union[StepParts, _Mapping]] = ..., embeddings: _Optional[_Iterable[bytes]] = ..., mask_slots: _Optional[_Iterable[int]] = ..., mask_us: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_dropped_steps: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., duration_us: _Optional[int] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., last_moved_step: _Optional[int] = ..., parts: _Optional[_Union[StepParts, _Mapping]] = ..., embeddings: _Optional[_Iterable[bytes]] = ..., mask_slots: _Optional[_Iterable[int]] = ..., mask_us: _Optional[_Iterable[int]] = ..., num_dropped_steps: _Optional[int] = ...) -> None: ...
+
+class StepResults(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[StepResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[StepResult, _Mapping]]] = ...) -> None: ...
 
 class StepParts(_message.Message):
     __slots__ = ("plan_us", "batch_us", "products_us", "attention_us", "norms_us", "rotary_us", "model_us", "head_us", "sampling_us")
