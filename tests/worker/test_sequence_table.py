@@ -429,7 +429,7 @@ def with_forks(plan: StepPlan, rng: random.Random) -> StepPlan:
     )
 
 
-COLUMNS = [field.name for field in fields(StepPlan) if field.name not in ("epoch", "step", "openings")]
+COLUMNS = [field.name for field in fields(StepPlan) if field.default == () and field.name != "openings"]
 
 
 def mutate(plan: StepPlan, rng: random.Random) -> StepPlan:
