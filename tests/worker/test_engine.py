@@ -133,9 +133,8 @@ class InstantRunner(SlowRunner):
 
 
 def test_lease_runs_until_a_plan_ends_it() -> None:
-    system = System(InstantRunner())
-    runner = system.runner
-    assert isinstance(runner, InstantRunner)
+    runner = InstantRunner()
+    system = System(runner)
     session, outcomes = system.begin(7)
     system.engine.submit(session, StepPlan(7, 1, num_leased_steps=9))
     for step in (1, 2):
@@ -153,9 +152,8 @@ def test_lease_runs_until_a_plan_ends_it() -> None:
 
 
 def test_lease_runs_to_its_end_before_a_plan_that_does_not_end_it() -> None:
-    system = System(InstantRunner())
-    runner = system.runner
-    assert isinstance(runner, InstantRunner)
+    runner = InstantRunner()
+    system = System(runner)
     session, outcomes = system.begin(7)
     system.engine.submit(session, StepPlan(7, 1, num_leased_steps=2))
     system.engine.submit(session, StepPlan(7, 4))
@@ -166,9 +164,8 @@ def test_lease_runs_to_its_end_before_a_plan_that_does_not_end_it() -> None:
 
 
 def test_lease_ends_with_its_session() -> None:
-    system = System(InstantRunner())
-    runner = system.runner
-    assert isinstance(runner, InstantRunner)
+    runner = InstantRunner()
+    system = System(runner)
     session, outcomes = system.begin(7)
     system.engine.submit(session, StepPlan(7, 1, num_leased_steps=9))
     assert runner.begun.get(timeout=TIMEOUT_S) == 1
