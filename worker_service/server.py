@@ -20,6 +20,7 @@ import grpc.aio
 
 from pagewire.common import __version__
 from pagewire.common.process.child_process import announce_ready, exit_with_parent
+from pagewire.common.process.event_loop import call_from_thread
 from pagewire.common.process.limits import describe_address_space
 from pagewire.common.process.shutdown import cancel, run_to_completion, stop_at_signals
 from pagewire.common.wire.messages import CertificateValidity
@@ -179,7 +180,7 @@ class _WorkerProcess:
         """
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[Exception | None] = loop.create_future()
-        self.engine.start(lambda error: loop.call_soon_threadsafe(loaded.set_result, error))
+        self.engine.start(partial(call_from_thread, loop, loaded.set_result))
         stopped = asyncio.ensure_future(stop.wait())
         waited: list[asyncio.Future[Any]] = [loaded, stopped]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)

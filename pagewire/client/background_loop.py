@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 
 from pagewire.client.errors import PagewireError
+from pagewire.common.process.event_loop import call_from_thread
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -113,7 +114,7 @@ def _call(background: asyncio.Task[None], function: Callable[[], object]) -> Non
     """Schedule a function on the background event loop. Do nothing if the loop belongs to the parent of this forked
     process."""
     if background is _current:
-        background.get_loop().call_soon_threadsafe(function)
+        call_from_thread(background.get_loop(), function)
 
 
 def _started() -> asyncio.Task[None]:

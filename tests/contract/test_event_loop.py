@@ -1,10 +1,17 @@
-"""The front end's event loop handles a few ready sockets at a time, and then looks at all other due callbacks."""
+"""The front end's event loop handles a few ready sockets at a time, and then looks at all other due callbacks.
+
+Threads may call a loop at any time, also after its end.
+"""
 
 import asyncio
 import socket
+import threading
 import time
 
-from pagewire.common.process.event_loop import MAX_EVENTS, few_events_loop
+import pytest
+
+from pagewire.common.process.event_loop import MAX_EVENTS, call_from_thread, few_events_loop
+from worker_service.engine import Engine, LoadedWorker
 
 
 async def _count_while_all_are_ready(num: int) -> tuple[list[int], list[bytes]]:
@@ -83,3 +90,36 @@ def test_timers_and_writes_are_not_delayed() -> None:
 
     with asyncio.Runner(loop_factory=few_events_loop) as runner:
         assert runner.run(run()) == b"x" * 4_000_000
+
+
+def test_a_thread_calls_a_loop() -> None:
+    async def run() -> str:
+        loop = asyncio.get_running_loop()
+        called: asyncio.Future[str] = loop.create_future()
+        thread = threading.Thread(target=call_from_thread, args=(loop, called.set_result, "from a thread"))
+        thread.start()
+        async with asyncio.timeout(10):
+            return await called
+
+    assert asyncio.run(run()) == "from a thread"
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_model_that_is_loaded_after_the_loops_end_is_no_error() -> None:
+    """As at Ctrl-C while a worker loads."""
+    has_ended = threading.Event()
+    errors: list[Exception | None] = []
+
+    def load() -> LoadedWorker:
+        has_ended.wait(10)
+        raise ValueError("the model cannot be loaded")
+
+    async def run() -> Engine:
+        loop = asyncio.get_running_loop()
+        engine = Engine(load)
+        engine.start(lambda error: call_from_thread(loop, errors.append, error))
+        return engine
+
+    engine = asyncio.run(run())
+    has_ended.set()
+    assert engine.stop(10)

@@ -258,6 +258,17 @@ def test_every_channel_is_made_in_one_place() -> None:
     assert found == {"dialling.py: insecure_channel", "dialling.py: secure_channel"}
 
 
+def test_threads_call_event_loops_in_one_place() -> None:
+    """A thread may outlive its event loop, and asyncio raises an error for calls to a closed loop."""
+
+    def calls_loops(path: Path) -> list[str]:
+        names = [node.attr for node in walk(parse(path)) if isinstance(node, ast.Attribute)]
+        return [name for name in names if name in {"call_soon_threadsafe", "run_coroutine_threadsafe"}]
+
+    [found] = offenders(PACKAGES, calls_loops)
+    assert found.endswith("event_loop.py: call_soon_threadsafe")
+
+
 def test_what_users_give_enters_a_message_in_one_place() -> None:
     """Errors of `wire.put` name the field, the value and the limit; protobuf's errors do not."""
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from pagewire.common.process.event_loop import call_from_thread
 from pagewire.common.process.log_repetition import Repetition
 from pagewire.common.process.shutdown import cancel
 from pagewire.common.wire.messages import (
@@ -204,7 +205,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._loaded.wait(), self._heartbeat_interval_s)
         begun = asyncio.Event()
-        on_begun = partial(stream.loop.call_soon_threadsafe, begun.set)  # called on the compute thread
+        on_begun = partial(call_from_thread, stream.loop, begun.set)  # called on the compute thread
         self._engine.begin(stream.engine_session, stream.session.epoch, on_begun)
         try:
             await asyncio.wait_for(begun.wait(), self._begin_timeout_s)
@@ -236,7 +237,7 @@ class _Stream:
         self._engine = engine
         self._certificates = certificates
         self._outgoing: asyncio.Queue[StepResult | Heartbeat | GrammarReport] = asyncio.Queue()
-        soon = self.loop.call_soon_threadsafe  # the engine calls back on its own threads
+        soon = partial(call_from_thread, self.loop)  # the engine calls back on its own threads
         self.engine_session = EngineSession(
             deliver=lambda outcome: soon(self._take, outcome),
             on_moved=lambda: soon(self._put_heartbeat),

@@ -1,9 +1,11 @@
-"""An event loop that stays responsive when many connections have events at once."""
+"""Event loops: one that stays responsive when many connections have events at once, and calls from other threads."""
 
 import asyncio
+import contextlib
 import os
 import select
 import selectors
+from collections.abc import Callable
 
 MAX_EVENTS = 64  # the most events that are handled before timers and callbacks get their turn
 
@@ -43,3 +45,11 @@ def few_events_loop() -> asyncio.AbstractEventLoop:
     timers and callbacks for a tenth of a second.
     """
     return asyncio.SelectorEventLoop(_FewEvents())
+
+
+def call_from_thread(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
+    """Call a function on an event loop soon. May be called from any thread. Do nothing if the loop is closed, as it is
+    while a process exits: nothing waits for the call any more.
+    """
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *arguments)

@@ -1,7 +1,6 @@
 """Files that a running service reloads when they change: certificates, secrets, keys and tenants."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import threading
@@ -10,10 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
+from pagewire.common.process.event_loop import call_from_thread
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-U = TypeVar("U")
 Contents = tuple[bytes | None, ...]
 
 _MAX_BYTES = 16 << 20  # of a file
@@ -77,10 +77,6 @@ class WatchedFiles(Generic[T]):
         loop, stop = asyncio.get_running_loop(), threading.Event()
         failure: asyncio.Future[Exception] = loop.create_future()
 
-        def on_loop(call: Callable[[U], object], value: U) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(call, value)
-
         def fail(error: Exception) -> None:
             if not failure.done():
                 failure.set_result(error)
@@ -88,10 +84,10 @@ class WatchedFiles(Generic[T]):
         def look_again_and_again() -> None:
             try:
                 while not stop.is_set():
-                    self.look(partial(on_loop, self.take))
+                    self.look(partial(call_from_thread, loop, self.take))
                     stop.wait(self._interval)
             except Exception as error:
-                on_loop(fail, error)
+                call_from_thread(loop, fail, error)
 
         threading.Thread(target=look_again_and_again, name="files", daemon=True).start()
         try:
