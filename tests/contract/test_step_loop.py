@@ -1,14 +1,23 @@
 """The step loop without gRPC: the link is in this process, and streams are plain lists."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
-from pagewire.common.wire.messages import RowOpening, SamplingParams, StepPlan, WorkerCapacity, WorkerStarting
+from pagewire.common.wire.messages import (
+    RowOpening,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+    WorkerStarting,
+)
 from scheduler_service.core import explain
 from scheduler_service.core.request import EndReason, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
@@ -287,6 +296,67 @@ async def test_the_publisher_serves_a_few_per_turn_and_in_order() -> None:
     outputs[0].process_output()
     (delta,) = reader.take()
     assert (delta.first_token, delta.token_ids) == (1, [2, 2, 2, 2])
+
+
+class HeldClock(Clock):
+    """A clock that a test moves. No timer fires, and `soon` calls at the next `call_due`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.now = lambda: self.seconds
+        self._due: deque[Callable[[], None]] = deque()
+        self.soon = self._due.append
+
+    def later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None
+
+    def call_due(self) -> None:
+        while self._due:
+            self._due.popleft()()
+
+
+class LeasingLink:
+    """A link that computes the steps of each plan and of its lease at once, and keeps their results."""
+
+    def __init__(self) -> None:
+        self.worker = SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32)
+        self.results: deque[StepResult] = deque()
+        self.num_leased_steps = 0
+
+    def send(self, plan: StepPlan) -> None:
+        self.num_leased_steps += plan.num_leased_steps
+        steps = [plan, *(StepPlan(plan.epoch, plan.step + 1 + i) for i in range(plan.num_leased_steps))]
+        self.results.extend(map(self.worker.execute, steps))
+
+    def close(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gaps_between_tokens_sum_to_the_time_of_the_stream(seed: int) -> None:
+    """Results of leased steps come in pairs. A token is not said to come 0 s after the token in the same message."""
+    rng, clock, metrics, link = random.Random(seed), HeldClock(), Metrics(), LeasingLink()
+    loop = StepLoop(make_scheduler(), [metrics], worker_timeout=60.0, clock=clock)
+    loop.exchange.worker_ready(replace(CAPACITY, max_leased_steps=8), 1, link)
+    request = ActiveRequest(make_request(1, num_tokens=100), [SampleRecord(0)], loop)
+    loop.submit(request)
+    loop.run_once()
+    while link.results:
+        message = [link.results.popleft() for _ in range(min(rng.choice((1, 2)), len(link.results)))]
+        durations_us = [rng.randrange(500, 5000) for _ in message]
+        clock.seconds += sum(durations_us) / 1e6
+        for i, (result, duration_us) in enumerate(zip(message, durations_us, strict=True)):
+            age = sum(durations_us[i + 1 :]) / 1e6
+            loop.exchange.result(replace(result, duration_us=duration_us), age)
+        loop.run_once()
+        clock.call_due()
+    assert request.outputs[0].end is not None
+    assert link.num_leased_steps > 50
+    gaps, first = (
+        metrics.histograms[f"vllm:{name}_seconds"] for name in ("inter_token_latency", "time_to_first_token")
+    )
+    assert gaps.sum == pytest.approx(clock.seconds - first.sum)
+    assert min(gaps.recent) >= 500e-6 * (1 - 1e-6)
 
 
 def end_of(num_output_tokens: int, reason: EndReason = EndReason.STOP) -> SequenceEnd:
