@@ -289,8 +289,11 @@ class Scheduler:
                 break  # the group may need no block yet: it has fewer tokens than it seems to have
             if num_missing <= pool.num_free + moves.num_returning:
                 break
-            if worker.cache.has_windows and state.loading and state.running[-1] is group:
-                break  # the loading group will run, and is preempted if it is later in order
+            if worker.cache.has_windows and state.running[-1] is group:
+                if state.loading:
+                    break  # the loading group will run, and is preempted if it is later in order
+                if any(row.next_position < row.allocation.num_computed_tokens for row, _ in work):
+                    break  # the windows will pass more blocks when results in flight have arrived
             if not worker.free_unread(state.running[-1]):
                 state.preempt(state.running[-1], worker, builder)
         if num_missing <= pool.num_free and group.state is GroupState.RUNNING:

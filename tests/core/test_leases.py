@@ -142,3 +142,16 @@ def test_a_lease_ends_before_a_last_token() -> None:
         if plan is None:
             system.complete()
     system.assert_exact()
+
+
+def test_a_row_that_fills_the_pool_waits_for_its_results() -> None:
+    """The row keeps blocks that its windows have passed until results arrive, because it may repeat a position. It
+    must not be preempted for them: it would compute everything anew for each token."""
+    system = leased_system(
+        num_blocks=46, block_size=1, max_num_seqs=1, budget=1, depth=3, windows=(15, 15, 15), preemption="swap"
+    )
+    system.add(prompt_of(18), max_tokens=25)
+    system.run()
+    system.assert_exact()
+    assert system.num_plans <= 18 + 25
+    assert system.scheduler.state.counters.num_preemptions == 0

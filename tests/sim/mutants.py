@@ -129,6 +129,12 @@ MUTANTS = (
         "False",
     ),
     mutant(
+        "a row is preempted for blocks that its results will free",
+        "Scheduler._make_room",
+        "row.next_position < row.allocation.num_computed_tokens",
+        "False",
+    ),
+    mutant(
         "steps that a lease dropped count as computed",
         "WorkerState.drop_steps",
         "self.rows.repeat(row, dispatch.num_later_steps)",

@@ -207,7 +207,6 @@ class Reach:
             group = self._group(client)
             if group.num_preemptions > client.num_preemptions_seen:
                 client.num_preemptions_seen = group.num_preemptions
-                assert not plan.ends_lease, "a plan that ends a lease preempts"
                 self._see_preemption(epoch, plan, group)
 
     def _see_lease(self, epoch: WorkerState, plan: StepPlan) -> None:

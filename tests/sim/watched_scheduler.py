@@ -76,7 +76,10 @@ class WatchedScheduler(Scheduler):
     # Steps
 
     def schedule(self, now: float) -> StepPlan | None:
+        num_preemptions = self.state.counters.num_preemptions
         plan = super().schedule(now)
+        if plan is not None and plan.ends_lease:
+            assert self.state.counters.num_preemptions == num_preemptions, "a plan that ends a lease preempts"
         self._simulation.planned(plan)
         return plan
 
