@@ -128,9 +128,12 @@ class Scheduler:
         state, worker, openings = self._state, self._state.worker, self._openings
         if openings is None or worker.num_plans >= self._options.pipeline_depth:
             return None
-        has_steps = len(worker.unacknowledged) >= self._options.pipeline_depth  # of a lease
-        if has_steps and self._is_calm(worker):
-            return None
+        num_further_steps = len(worker.unacknowledged) - self._options.pipeline_depth
+        ends_lease = num_further_steps >= 0
+        if ends_lease and self._is_calm(worker):
+            if num_further_steps or not worker.is_followed_early:
+                return None
+            ends_lease = False
         if state.quarantine.suspects and not self._isolate_trial(worker, now):
             return None
         builder = PlanBuilder(
@@ -139,7 +142,7 @@ class Scheduler:
             worker.rows,
             worker.cache,
             now,
-            ends_lease=has_steps,
+            ends_lease=ends_lease,
             follows_lease=any(dispatch.num_later_steps for dispatch in worker.unacknowledged),
         )
         if worker.grammars.num_unreported:

@@ -13,6 +13,8 @@ from scheduler_service.core.sequence import BeamGroup, Row, Sequence, SequenceGr
 
 # The capacity while no worker is connected. No request fits.
 _NO_CAPACITY = WorkerCapacity("", b"", 0, 0, 1, 0, 0, 0, 0, "", "", "")
+# The shortest plan, in steps with its lease, after which the next plan is sent a step earlier.
+_NUM_PAIRED_STEPS = 4
 
 
 class WorkerState:
@@ -39,6 +41,9 @@ class WorkerState:
         self.rows = WorkerRows(capacity, num_slots, self.steps)
         self.grammars = NeededGrammars(prepares=self.has_worker)
         self.unacknowledged: list[Dispatch] = []
+        # The next plan is sent when two steps of the last plan are left, not one. Then the worker may send the results
+        # of both in one message, and still does not wait for a plan.
+        self.is_followed_early = False
         self.last_moved_step = 0
 
     @classmethod
@@ -233,6 +238,7 @@ class WorkerState:
             return None
         num_leased = len(builder.leased)
         self.steps.num_steps += 1 + num_leased
+        self.is_followed_early = num_leased + 1 >= _NUM_PAIRED_STEPS and not self.cache.states.num_states
         self.cache.copied(builder.copies)
         if builder.read_states:
             self.cache.states.read(builder.read_states)

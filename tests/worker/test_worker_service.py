@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +42,7 @@ from testing.serving.certificates import Authority
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker
 from worker_service.rpc.servicer import BEGIN_TIMEOUT_S, WorkerServicer
+from worker_service.rpc.session import Session
 from worker_service.startup.loader import load_worker
 from worker_service.step import FinishedStep
 
@@ -429,6 +431,45 @@ async def test_heartbeats_while_a_step_runs() -> None:
         assert (beat.epoch, beat.last_started_step, beat.last_finished_step) == (3, 2, 1)
         runner.released.set()
         assert (await stream.result()).step == 2
+
+
+@pytest.mark.parametrize(
+    ("num_leased_steps", "is_followed", "expected"),
+    [
+        (0, False, [[1]]),
+        (1, False, [[1], [2]]),
+        (2, False, [[1, 2], [3]]),
+        (3, False, [[1, 2], [3], [4]]),
+        (3, True, [[1, 2], [3, 4], [5]]),
+        (4, True, [[1, 2], [3, 4], [5], [6]]),
+    ],
+)
+async def test_results_of_a_lease_come_in_pairs(
+    num_leased_steps: int, is_followed: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last result of a lease comes alone, unless the worker has a further plan to compute meanwhile."""
+    runner, arrived, plan_of_session = FakeRunner(), asyncio.Event(), Session.plan
+
+    def plan(session: Session, epoch: int, step: int, num_leased_steps: int = 0) -> None:
+        plan_of_session(session, epoch, step, num_leased_steps)
+        if step > 1:
+            arrived.set()
+
+    monkeypatch.setattr(Session, "plan", plan)
+    runner.blocked = {1}
+    ready = replace(READY, max_leased_steps=4)
+    async with served(lambda: LoadedWorker(runner, ready), heartbeat_interval_s=1000) as stub:
+        stream = Stream(stub)
+        await stream.open(3)
+        await stream.send(StepPlan(3, 1, num_leased_steps=num_leased_steps))
+        if is_followed:
+            await stream.send(StepPlan(3, 2 + num_leased_steps))
+            await asyncio.wait_for(arrived.wait(), 20)
+        runner.released.set()
+        for steps in expected:
+            response = await stream.read()
+            results = response.results.results if response.WhichOneof("body") == "results" else [response.result]
+            assert [result.step for result in results] == steps
 
 
 async def test_moves_are_told_of_in_results_and_when_idle() -> None:

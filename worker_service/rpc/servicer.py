@@ -314,9 +314,9 @@ class _Stream:
                 num_later = self.session.answer(message.step, message.num_dropped_steps)
                 if held is not None:
                     message, held = StepResults((held, message)), None
-                elif num_later > 1:
-                    # A message for two steps costs half as much. The last result comes alone, so that the next plan
-                    # arrives while a step is computed.
+                elif num_later > 1 or (num_later and self.session.num_unfinished > 1):
+                    # A message for two steps costs half as much. Without a further plan the last result comes alone,
+                    # so that the next plan arrives while a step is computed.
                     held = message
                     continue
             await self.write(message)
