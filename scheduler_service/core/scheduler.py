@@ -270,8 +270,11 @@ class Scheduler:
 
     def _num_leasable_steps(self, worker: WorkerState) -> int:
         """Return how many steps the worker may compute after the next step without a further plan."""
-        if self._options.pipeline_depth < 2 or not len(worker.rows.decoding):
-            return 0  # with one plan in flight, no plan could end a lease
+        # With one plan in flight, no plan could end a lease. With three, leased steps are always in flight when a row
+        # is to save its state, and a lease may end before the position that it would save.
+        max_depth = 2 if worker.cache.states.num_states else self._options.pipeline_depth
+        if not 2 <= self._options.pipeline_depth <= max_depth or not len(worker.rows.decoding):
+            return 0
         num_steps = worker.cost.num_steps_in(self._options.max_lease_ms / 1e3)
         return min(num_steps - 1, worker.capacity.max_leased_steps)
 

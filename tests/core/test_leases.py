@@ -155,3 +155,17 @@ def test_a_row_that_fills_the_pool_waits_for_its_results() -> None:
     system.assert_exact()
     assert system.num_plans <= 18 + 25
     assert system.scheduler.state.counters.num_preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_leases_save_the_states_of_a_conversation(depth: int) -> None:
+    def num_cached_tokens(**options: object) -> int:
+        system = leased_system(num_blocks=200, depth=depth, num_states=12, **options)
+        [first] = system.add(prompt_of(6), max_tokens=120)
+        system.run()
+        system.add([*prompt_of(6), *system.tokens[first]], max_tokens=2)
+        system.plan()
+        [group] = system.scheduler.state.groups.values()
+        return group.sequences[0].num_cached_tokens
+
+    assert num_cached_tokens() == num_cached_tokens(max_lease_ms=0.0) > 120

@@ -14,5 +14,5 @@ KNOWN_SEEDS: dict[int, str] = {
     32102: "groups that lack room for their samples wait for each other",
     35844: "a preempted beam's bad blocks stay published",
     40464: "a sample publishes on top of a block that is not held",
-    512960: "a row that fills the pool is preempted for each of its tokens",
+    512960: "a row is preempted for blocks that its results will free",
 }
