@@ -10,8 +10,8 @@ The scheduler's CPU time includes its side of the wire. The raw numbers are writ
 import argparse
 import asyncio
 import contextlib
+import os
 import random
-import resource
 import time
 from collections.abc import Sequence
 
@@ -49,21 +49,17 @@ async def stream(
 
 async def alone(client: AsyncClient, system: System, rng: random.Random, num_tokens: int) -> dict[str, float]:
     """Return the speed of one stream, and the CPU time of the scheduler and of this client for a token."""
-    scheduler, own, start = cpu_seconds(system.scheduler.pid), own_cpu_seconds(), time.perf_counter()
-    gaps: list[float] = []
+    pids, gaps, start = (system.scheduler.pid, os.getpid()), [], time.perf_counter()
+    before = [cpu_seconds(pid) for pid in pids]
     await stream(client, rng, num_tokens, gaps)
-    seconds, scheduler = time.perf_counter() - start, cpu_seconds(system.scheduler.pid) - scheduler
+    seconds = time.perf_counter() - start
+    scheduler, own = (cpu_seconds(pid) - cpu for pid, cpu in zip(pids, before, strict=True))
     return {
         "tokens_per_s": num_tokens / seconds,
         "scheduler_us": scheduler / num_tokens * 1e6,
-        "client_us": (own_cpu_seconds() - own) / num_tokens * 1e6,
+        "client_us": own / num_tokens * 1e6,
         "messages_per_token": len(gaps) / num_tokens,
     }
-
-
-def own_cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 async def with_arrivals(client: AsyncClient, rng: random.Random, arguments: argparse.Namespace) -> dict[str, float]:
