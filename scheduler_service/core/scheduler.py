@@ -126,12 +126,12 @@ class Scheduler:
         """
         self._state.now = now
         state, worker, openings = self._state, self._state.worker, self._openings
-        if openings is None or worker.num_plans >= self._options.pipeline_depth:
+        num_plans, num_steps = worker.num_plans, len(worker.unacknowledged)
+        if openings is None or num_plans >= self._options.pipeline_depth:
             return None
-        num_further_steps = len(worker.unacknowledged) - self._options.pipeline_depth
-        ends_lease = num_further_steps >= 0
+        ends_lease = num_steps >= self._options.pipeline_depth
         if ends_lease and self._is_calm(worker):
-            if num_further_steps or not worker.is_followed_early:
+            if num_steps > self._options.pipeline_depth or not worker.is_followed_early:
                 return None
             ends_lease = False
         if state.quarantine.suspects and not self._isolate_trial(worker, now):
@@ -143,7 +143,7 @@ class Scheduler:
             worker.cache,
             now,
             ends_lease=ends_lease,
-            follows_lease=any(dispatch.num_later_steps for dispatch in worker.unacknowledged),
+            follows_lease=num_steps > num_plans,
         )
         if worker.grammars.num_unreported:
             builder.added_grammars.extend(worker.grammars.take_added(self._may_prepare))
@@ -169,7 +169,7 @@ class Scheduler:
         worker.cache.tiers.promote(builder.step)
         if builder.num_tokens:
             worker.cache.tiers.demote(builder.step, builder.num_tokens)
-        if not (builder.rows or worker.cache.moves.ordered_by(builder.step)) and self._is_calm(worker):
+        if not builder.rows and self._is_calm(worker) and not worker.cache.moves.ordered_by(builder.step):
             builder.lease(self._num_leasable_steps(worker))
         return worker.dispatch(builder)
 

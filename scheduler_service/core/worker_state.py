@@ -202,7 +202,7 @@ class WorkerState:
     @property
     def num_plans(self) -> int:
         """The number of plans in flight. A plan with a lease is in flight until its last result has arrived."""
-        return sum(not dispatch.num_later_steps for dispatch in self.unacknowledged)
+        return [dispatch.num_later_steps for dispatch in self.unacknowledged].count(0)
 
     @property
     def is_calm(self) -> bool:

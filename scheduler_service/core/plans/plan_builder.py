@@ -301,14 +301,14 @@ class PlanBuilder:
             self.leased.append(tuple(due))
 
     def _append_next(self, row: Row, step: int) -> None:
-        """Give a decoding sequence its next block of each layer group for a step, unless an earlier lease, which ended
-        early, gave it the block."""
+        """Give a decoding sequence its next block of each layer group for a step, unless it has the block already,
+        because a plan gave it the block for a sample that the worker did not compute."""
         self._slide(row)
-        position = row.allocation.num_computed_tokens + step - self.step
-        if position < row.allocation.num_granted_blocks * self.cache.block_size:
+        held, num_ahead = row.allocation, step - self.step
+        if row.may_repeat and held.num_computed_tokens + num_ahead < held.num_granted_blocks * self.cache.block_size:
             return
         number = row.slot
-        for block in self.cache.append_next(row.allocation):
+        for block in self.cache.append_next(held):
             self.appended_blocks.append((number, block))
             number += self.worker_rows.num_worker_slots
 
