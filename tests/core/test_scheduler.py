@@ -2,13 +2,23 @@
 
 import random
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagewire.common.wire.messages import Pooling, RowStatus, SamplingParams, StepResult, WorkerProtocolError
+from pagewire.common.wire.messages import (
+    Candidates,
+    Logprobs,
+    Pooling,
+    PromptLogprobs,
+    RowStatus,
+    SamplingParams,
+    StepResult,
+    WorkerProtocolError,
+)
 from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import (
@@ -307,6 +317,10 @@ def test_results_that_do_not_answer_the_oldest_plan_are_refused():
         StepResult(good.epoch, good.step, token_ids=()),
         StepResult(good.epoch, good.step, token_ids=(1, 2)),
         StepResult(good.epoch, good.step, token_ids=(VOCAB,)),
+        replace(good, logprobs=Logprobs((0.0,), (1,))),
+        replace(good, candidates=Candidates((1,), (0.0,), (1,))),
+        replace(good, embeddings=(bytes(4),)),
+        replace(good, prompt_logprobs=(PromptLogprobs(0, 1, Logprobs()),)),
     ):
         with pytest.raises(WorkerProtocolError):
             system.scheduler.complete(bad, 0.0)

@@ -267,8 +267,8 @@ class CacheManager:
                 index.add_copy(node, first)
             else:
                 node = published.node
-            for content, table in zip(node.later, tables[1:], strict=False):  # without the state
-                block = table.blocks[i]
+            for content in node.later[: len(tables) - 1]:  # without the state
+                block = tables[content.group].blocks[i]
                 if block and index.contents[block] is None:
                     index.add_copy(content, block)
         allocation.published(node, num_full)

@@ -194,7 +194,8 @@ class Tiers:
         self.device = TierAllocator(*sizes, index.contents, index.forget)
         self.host = TierAllocator(*host_sizes, index.host_contents, index.forget_host)
         self.pool, self.host_pool = self.device.pool, self.host.pool
-        self.pools = (self.pool, self.host_pool, self.device.states, self.host.states)
+        self._blocks, self._states = (self.pool, self.host_pool), (self.device.states, self.host.states)
+        self.pools = (*self._blocks, *self._states)
         self.moves = MoveLedger(self.device, self.host, index)
         self.set_priorities(equal_priority, no_owner, lambda free_list: False)
 
@@ -350,15 +351,17 @@ class Tiers:
         The plan computes `num_tokens` tokens. It may copy more blocks than it computes, so the copies keep up with any
         load.
         """
-        self._demote(step, self.pool, self.host_pool, _MAX_DEMOTIONS + 2 * -(-num_tokens // self._block_size))
-        self._demote(step, self.device.states, self.host.states, _MAX_STATE_MOVES)
+        max_blocks = _MAX_DEMOTIONS + 2 * -(-num_tokens // self._block_size)
+        for pool, host_pool, most in (*self._blocks, max_blocks), (*self._states, _MAX_STATE_MOVES):
+            if pool.num_idle_cached and host_pool.num_free:
+                self._demote(step, pool, host_pool, most)
 
     def _demote(self, step: int, pool: BlockPool, host_pool: BlockPool, most: int) -> None:
         """Make the plan of `step` copy up to `most` idle cached blocks, or states, from the device to the host."""
         num_lossless = pool.num_free - pool.num_idle_cached + pool.num_backed_up + len(self.moves)
         num_wanted = max(_MIN_DEMOTION_RESERVE, pool.num_blocks // _DEMOTION_SHARE) - num_lossless
         max_chosen = min(num_wanted, most, host_pool.num_free)
-        if max_chosen <= 0 or not pool.num_idle_cached:
+        if max_chosen <= 0:
             return
         chosen: list[tuple[BlockContent, int]] = []  # with the free list of the block
         spare: list[int] = []
@@ -388,8 +391,9 @@ class Tiers:
         """
         if len(self.moves):
             return
-        self._promote(step, self.pool, self.host_pool, _MAX_PROMOTIONS)
-        self._promote(step, self.device.states, self.host.states, _MAX_STATE_MOVES)
+        for pool, host_pool, most in (*self._blocks, _MAX_PROMOTIONS), (*self._states, _MAX_STATE_MOVES):
+            if host_pool.num_idle_cached:
+                self._promote(step, pool, host_pool, most)
 
     def _promote(self, step: int, pool: BlockPool, host_pool: BlockPool, most: int) -> None:
         """Make the plan of `step` load up to `most` cached blocks, or states, from the host."""

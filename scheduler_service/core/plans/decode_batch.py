@@ -6,6 +6,7 @@ token, is known when the row joins. The columns are rebuilt only when a row join
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler_service.core.cache import StepCount
@@ -86,13 +87,11 @@ class DecodeBatch:
 
         A sequence that left the set and joined again may have two entries, but is returned once.
         """
-        rows = self.due(step)
-        self._due.pop(step, None)
-        return rows
+        return _still_due(self._due.pop(step, ()), step)
 
     def due(self, step: int) -> list[Row]:
         """Return the decoding sequences that the scheduler must examine for the step `step`, and keep the entries."""
-        return [row for row in dict.fromkeys(self._due.get(step, ())) if row.due_step == step]
+        return _still_due(self._due.get(step, ()), step)
 
     def columns(self) -> DecodeColumns:
         """Return the sequences that decode one token in every step, with one list per field. The lists are rebuilt only
@@ -113,3 +112,7 @@ class DecodeBatch:
                 may_be_leased=not any(sequence.group.request.has_stop_texts for sequence in sequences),
             )
         return self._columns
+
+
+def _still_due(rows: Iterable[Row], step: int) -> list[Row]:
+    return [row for row in dict.fromkeys(rows) if row.due_step == step]

@@ -36,6 +36,7 @@ class PlannedRow(NamedTuple):
 
 
 _slot = attrgetter("slot")
+_NOTHING_ELSE = (Logprobs(), Candidates())  # in a result with tokens alone
 
 
 @dataclass(slots=True)
@@ -101,7 +102,8 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
     Raises WorkerProtocolError if the result has the wrong number of entries, or if a token id is not below
     `vocab_size`.
     """
-    prompt_logprobs = list(_read_prompt_logprobs(dispatch, result, vocab_size))
+    has_prompts = bool(dispatch.rows or result.prompt_logprobs)
+    prompt_logprobs = list(_read_prompt_logprobs(dispatch, result, vocab_size)) if has_prompts else []
     rows = dispatch.sampling_rows()
     mask_times = _read_mask_times(dispatch.step, result, _merge(rows, dispatch.columns)) if result.mask_slots else []
     num_rows = len(rows) + len(dispatch.columns.slots)
@@ -121,7 +123,9 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
     _check_count(dispatch.step, len(dispatch.columns.slots) + len(positions), len(token_ids))
     decoded = list(token_ids)
     chosen = tuple(reversed([decoded.pop(position) for position in reversed(positions)]))
-    samples = _read_samples(dispatch, [planned.row for planned in rows], chosen, result, vocab_size)
+    samples = []
+    if rows or result.embeddings or (result.logprobs, result.candidates) != _NOTHING_ELSE:
+        samples = _read_samples(dispatch, [planned.row for planned in rows], chosen, result, vocab_size)
     return ResolvedResult(samples, decoded, prompt_logprobs, mask_times)
 
 

@@ -275,8 +275,10 @@ class PlanBuilder:
         if self._has_ample_blocks(len(due)):
             for row in due:
                 self._append_next(row, self.step)
-                self._began_block(row)
+            self._began_blocks(due)
             due.clear()
+        if not (due or self.worker_rows.active):
+            return
         in_order = sorted({**self.worker_rows.active, **dict.fromkeys(due)}, key=lambda row: row.order)
         for group, group_rows in groupby(in_order, key=lambda row: row.sequence.group):
             yield group, list(group_rows)
@@ -303,12 +305,14 @@ class PlanBuilder:
     def _append_next(self, row: Row, step: int) -> None:
         """Give a decoding sequence its next block of each layer group for a step, unless it has the block already,
         because a plan gave it the block for a sample that the worker did not compute."""
-        self._slide(row)
-        held, num_ahead = row.allocation, step - self.step
-        if row.may_repeat and held.num_computed_tokens + num_ahead < held.num_granted_blocks * self.cache.block_size:
-            return
-        number = row.slot
-        for block in self.cache.append_next(held):
+        cache, held, number = self.cache, row.allocation, row.slot
+        if cache.has_windows:
+            cache.slide(held, row.next_position)
+        if row.may_repeat:
+            num_needed = held.num_computed_tokens + step - self.step + 1
+            if num_needed <= held.num_granted_blocks * cache.block_size:
+                return
+        for block in cache.append_next(held):
             self.appended_blocks.append((number, block))
             number += self.worker_rows.num_worker_slots
 
@@ -383,17 +387,19 @@ class PlanBuilder:
             self._append(row, num_tokens)
         for row, num_tokens in work:
             if row.is_decoding:
-                self._began_block(row)
+                self._began_blocks([row])
             elif num_tokens:
                 self._plan_row(row, num_tokens)
 
-    def _began_block(self, row: Row) -> None:
-        """Record that the plan gives a decoding sequence its next KV cache block."""
-        self.worker_rows.decoding.got_block(row, self.step)
-        self.began_block.append(row)
-        if self.cache.states.num_states and not self.follows_lease:
-            saves = self.cache.states.save_decoded(row.allocation, row.allocation.num_computed_tokens)
-            self.saves += [(row.slot, save) for save in saves]
+    def _began_blocks(self, rows: list[Row]) -> None:
+        """Record that the plan gives decoding sequences their next KV cache blocks."""
+        got_block, states = self.worker_rows.decoding.got_block, self.cache.states
+        for row in rows:
+            got_block(row, self.step)
+            if states.num_states and not self.follows_lease:
+                saves = states.save_decoded(row.allocation, row.allocation.num_computed_tokens)
+                self.saves += [(row.slot, save) for save in saves]
+        self.began_block += rows
 
     def _plan_row(self, row: Row, num_tokens: int) -> None:
         """Add the computation of the next `num_tokens` positions of a running sequence to the plan. The sequence must
