@@ -57,7 +57,7 @@ def open_emulated(variant: str, processor: str) -> Library:
 @functools.cache
 def _build_guest() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="pagewire-guest-"))
-    # The library uses the OpenMP runtime of the program that loads it.
-    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-fopenmp", "-Wl,--no-as-needed"]
+    # The library uses the OpenMP runtime and the memset of the program that loads it.
+    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-fopenmp", "-rdynamic", "-Wl,--no-as-needed"]
     subprocess.run([COMPILER, *options, "-o", str(folder / "guest"), str(_GUEST), "-ldl"], check=True)
     return folder / "guest"
