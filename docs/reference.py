@@ -336,8 +336,9 @@ def _formats_table() -> str:
         size = MEASURED**2 // element_type.block_size * element_type.block_bytes
         form = BLOCKS[element_type.name].format
         is_small = form.num_bytes(MEASURED, MEASURED) <= MAX_GROWTH * size
-        on_cpu = "unchanged" if is_small else f"{4 if form.bits <= 4 else 8}-bit codes"
-        codes[f"{on_cpu} | {'8-bit codes' if form.table else on_cpu}"].append(element_type.name)
+        on_cpu = "unchanged" if is_small else f"{4 if form.bits <= 4 else 6 if form.bits <= 6 else 8}-bit codes"
+        on_gpu = "8-bit codes" if form.table or 4 < form.bits < 8 else on_cpu
+        codes[f"{on_cpu} | {on_gpu}"].append(element_type.name)
     quantizing = " | ".join("yes" if keep else "refused" for keep in keeps)
     return "\n".join(
         [

@@ -36,7 +36,7 @@ class StoredFormat:
 
     element: torch.dtype  # float32, bfloat16, float16 (values), or int8 (codes), float8_e4m3fn
     group_size: int = 0  # inputs that share a scale, for codes a multiple of 16; 0: no scales
-    bits: int = 8  # bits of a code; codes of more than 4 bits are stored in 8
+    bits: int = 8  # bits of a code; CPU kernels store it in 4, 6 or 8, GPU kernels in 4 or 8
     has_half_scales: bool = False  # scales and minima are float16 or bfloat16 numbers
     has_minima: bool = False
     has_zeros: bool = False
@@ -59,7 +59,7 @@ class StoredFormat:
         scale_bytes = 1 if has_factors or self.has_power_scales else 2 if self.has_half_scales else 4
         groups = in_size // unit_size(self.element, self.group_size, in_size)
         factors = in_size // BLOCK * 2 * num_scales if has_factors else 0
-        codes = in_size * (4 if self.bits <= 4 else 8) // 8
+        codes = in_size * (4 if self.bits <= 4 else 6 if self.bits <= 6 else 8) // 8
         return out_size * (codes + groups * (num_scales * scale_bytes + self.has_zeros) + factors)
 
     @staticmethod

@@ -105,8 +105,8 @@ class CpuKernels:
         """Pack the weight of a linear layer into panels, the memory layout that the C matrix multiplication needs. The
         values do not change.
 
-        Codes are stored in 4 bits if there are at most 16 distinct ones. Their scales and minima are stored in the
-        narrowest dtype that represents all of them exactly.
+        Codes are stored in 4 bits if there are at most 16 distinct ones, and in 6 bits if all are from -32 to 31 or 0
+        to 63. Their scales and minima are stored in the narrowest dtype that represents all of them exactly.
 
         Args:
             weight: the weight; a float8 weight must not contain NaN.
@@ -157,7 +157,7 @@ class CpuKernels:
             bits,
             scale_dtype=next(dtype for dtype in dtypes if all(_represents_exactly(dtype, part) for part in floats)),
             has_minima=weight.minimum is not None,
-            table=tuple(table.tolist()) if bits == 4 else (),
+            table=tuple(table.tolist())[: {4: 16, 6: 1}.get(bits, 0)],
             has_zeros=weight.zero is not None,
         )
 

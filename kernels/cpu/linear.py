@@ -9,6 +9,8 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.abi import Structure, constants, element_of, ffi
 
+_CODES = {4: constants.ELEMENT_INT4, 6: constants.ELEMENT_INT6}  # by the width of a code
+
 
 @dataclass(frozen=True, slots=True)
 class PanelFormat:
@@ -17,11 +19,11 @@ class PanelFormat:
     Attributes:
         element: the weight's dtype; int8 for codes of any width.
         group_size: the number of inputs that share a scale: 16 or 32 for codes; 0 means no scales.
-        bits: the width of a code, 8 or 4.
+        bits: the width of a code, 8, 6 or 4.
         scale_dtype: the dtype of the scales and minima of codes. With int8, 256 inputs share a factor of float16. With
             float8_e8m0fnu, scales are powers of two or 0, stored as exponents. Also float16, bfloat16 and float32.
         has_minima: whether each group has a minimum.
-        table: the 16 values of the 4-bit codes.
+        table: the 16 values of the 4-bit codes, or the lowest of the 6-bit codes: -32 or 0.
         has_zeros: whether each group has a zero point.
     """
 
@@ -62,7 +64,7 @@ class PackedLinear:
             bias=self.bias,
             in_size=self.in_size,
             out_size=self.out_size,
-            element=constants.ELEMENT_INT4 if form.bits == 4 else element_of(form.element),
+            element=_CODES[form.bits] if form.bits in _CODES else element_of(form.element),
             activation=element_of(self.activation),
             group_size=form.group_size,
             scale_element=element_of(form.scale_dtype),

@@ -39,7 +39,16 @@ def random_product(seed, dtype):
 Q4_0 = tuple(range(-8, 8))
 MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12)
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-TABLES = (tuple(range(-128, 128)), Q4_0, tuple(range(16)), (120, 127), MXFP4, IQ4_NL)
+TABLES = (
+    tuple(range(-128, 128)),
+    tuple(range(-32, 32)),
+    tuple(range(64)),
+    Q4_0,
+    tuple(range(16)),
+    (120, 127),
+    MXFP4,
+    IQ4_NL,
+)
 
 
 def random_quantized(seed, rng=None):
@@ -94,11 +103,12 @@ def with_factors(weight, seed):
 def compact(seed, bits, group_size, has_minima, has_factors):
     """Return a weight of 9 blocks of 256 inputs, either with scale factors or with zero points."""
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 1 << bits, (70, 9 * 256), generator=generator) - (0 if bits == 4 else 128)
+    lowest = {4: 0, 6: -32, 8: -128}[bits]
+    codes = torch.randint(0, 1 << bits, (70, 9 * 256), generator=generator) + lowest
     shape = (70, 9 * 256 // group_size)
     scale = torch.randn(shape, generator=generator).half().float()
     weight = StoredWeight(codes.to(torch.int8), scale, group_size, scale.flip(0) if has_minima else None)
     if has_factors:
         return with_factors(weight, seed)
-    zero = torch.randint(0, 1 << bits, shape, generator=generator) - (0 if bits == 4 else 128)
+    zero = torch.randint(0, 1 << bits, shape, generator=generator) + lowest
     return replace(weight, zero=zero.to(torch.int8))

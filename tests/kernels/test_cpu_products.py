@@ -261,8 +261,11 @@ COMPACT = [
     pytest.param(*case, id="-".join(map(str, case)))
     for case in (
         (4, 32, True, True),
+        (6, 16, False, True),
         (8, 16, False, True),
+        (6, 32, True, True),
         (8, 32, True, True),
+        (6, 32, False, False),
         (4, 32, False, False),
         (8, 16, False, False),
     )
@@ -289,14 +292,15 @@ def test_compact_weights_take_few_bits(cpu_kernels):
     sizes = {}
     for name, case in {
         "Q4_K": (4, 32, True, True),
-        "Q6_K": (8, 16, False, True),
+        "Q6_K": (6, 16, False, True),
+        "8 bits": (8, 16, False, True),
         "zeros": (4, 32, False, False),
     }.items():
         weight = compact(1, *case)
         panels = cpu_kernels.pack_linear(weight).panels
         sizes[name] = panels.numel() * 8 / (96 * weight.values.shape[1])  # 70 outputs fill three panels of 32
     if cpu_kernels.variant.startswith("avx512"):
-        assert sizes == {"Q4_K": 4.625, "Q6_K": 8.5625, "zeros": 4.75}
+        assert sizes == {"Q4_K": 4.625, "Q6_K": 6.5625, "8 bits": 8.5625, "zeros": 4.75}
 
 
 def test_packed_panels_use_the_smallest_sufficient_format(cpu_kernels):
@@ -312,6 +316,8 @@ def test_packed_panels_use_the_smallest_sufficient_format(cpu_kernels):
         "float32": replace(weight, scale=torch.full((64, 8), 0.1)),
         "groups of 16": StoredWeight(codes, torch.full((64, 16), 0.75), 16),
         "groups of 128": StoredWeight(codes, torch.full((64, 2), 0.75), 128),
+        "6 bits": replace(weight, values=codes + torch.arange(64, dtype=torch.int8)[:, None] % 24),
+        "6 bits, not negative": replace(weight, values=codes + 8 + torch.arange(64, dtype=torch.int8)[:, None] % 49),
         "8 bits": replace(weight, values=codes + torch.arange(64, dtype=torch.int8)[:, None]),
     }.items():
         packed = cpu_kernels.pack_linear(changed)
@@ -326,6 +332,8 @@ def test_packed_panels_use_the_smallest_sufficient_format(cpu_kernels):
         "float32": 5,
         "groups of 16": 5,
         "groups of 128": 4.5,
+        "6 bits": 6.5,
+        "6 bits, not negative": 6.5,
         "8 bits": 8.5,
     }
 

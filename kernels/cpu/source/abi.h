@@ -3,10 +3,11 @@
 
 #include <stdint.h>
 
-// Element types, under torch's names, and 4-bit codes.
+// Element types, under torch's names, and codes of 4 and 6 bits.
 typedef enum {
   ELEMENT_FLOAT32, ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_FLOAT8_E4M3FN, ELEMENT_INT8, ELEMENT_INT4,
-  ELEMENT_FLOAT8_E8M0FNU  // powers of two and 0, stored as exponents
+  ELEMENT_FLOAT8_E8M0FNU,  // powers of two and 0, stored as exponents
+  ELEMENT_INT6
 } element_type;
 
 enum {
@@ -60,7 +61,9 @@ typedef struct {
   int64_t scale_element;  // of scales and minima: ELEMENT_INT8, multiplied by factors, or a float type
   int64_t has_minima;
   int64_t has_zeros;
-  int8_t table[16];  // values of the 4-bit codes; a matmul is fastest if they count upwards from -8 or 0
+  // Values of the 4-bit codes; a matmul is fastest if they count upwards from -8 or 0. 6-bit codes count upwards from
+  // the first value, -32 or 0.
+  int8_t table[16];
 } linear_layer;
 
 // A weight as a loader provides it: `StoredWeight` of weight.py. A weight of 16-bit or 32-bit floats has `values` only.
@@ -267,8 +270,8 @@ int64_t packed_bytes(const linear_layer* layer);
 // Packs a weight. Padding of the last panel and unit is 0. The layer's own panels are not read.
 int64_t pack_linear(const linear_layer* layer, const held_weight* weight, void* panels, int64_t num_threads);
 // Finds a table that contains all distinct codes, in ascending order. The table counts upwards from -8 or 0 if such a
-// table contains all codes, because the kernels then need no lookup. Returns the bits per code: 4, or 8 if there are
-// more than 16 distinct codes.
+// table contains all codes, because the kernels then need no lookup. Returns the bits per code: 4; 6 if there are more
+// than 16 distinct codes, from table[0], -32 or 0, to 63 more; else 8.
 int64_t find_codes(const int8_t* codes, int64_t num, int8_t table[16], int64_t num_threads);
 // Quantises values to codes and unrounded scales. A group whose scale is not finite gets no codes.
 int64_t quantize(const float* values, int64_t num_groups, int64_t bits, int8_t* codes, float* scale,

@@ -1,11 +1,29 @@
 // Packing integer weights into panels, and reading rows of packed weights.
 
-// Returns the offset in a unit, in bytes, of the code of an output and an input. With 4 bits, sets `is_upper` if the
-// code is the upper half of its byte.
-INLINE int64_t code_place(int64_t bits, int64_t output, int64_t input, int* is_upper) {
-  const int64_t step = bits == 8 ? input / 4 : input / 8;
-  *is_upper = bits == 4 && input / 4 % 2;
-  return output / LANES * (unit_code_bytes(bits) / 2) + (step * LANES + output % LANES) * 4 + input % 4;
+// Returns the offset in a unit, in bytes, of the code of an output and an input, if `num` steps share a byte. The codes
+// of the output's vector begin at `start`.
+INLINE int64_t code_place(int64_t start, int64_t output, int64_t input, int64_t num) {
+  return start + (input / 4 / num * LANES + output % LANES) * 4 + input % 4;
+}
+
+// Stores the code of an output and an input in a unit whose codes are 0. A code of fewer than 8 bits is not negative.
+INLINE void store_code(int64_t bits, uint8_t* unit, int64_t output, int64_t input, uint8_t code) {
+  const int64_t start = output / LANES * (unit_code_bytes(bits) / 2), step = input / 4;
+  if (bits == 8) {
+    unit[code_place(start, output, input, 1)] = code ^ CODE_OFFSET;
+    return;
+  }
+  unit[code_place(start, output, input, 2)] |= (uint8_t)((code & 15) << step % 2 * 4);
+  if (bits == 6) unit[code_place(start + UPPER_BITS, output, input, 4)] |= (uint8_t)(code >> 4 << step % 4 * 2);
+}
+
+// Returns a code that `store_code` has stored.
+INLINE uint8_t load_code(int64_t bits, const uint8_t* unit, int64_t output, int64_t input) {
+  const int64_t start = output / LANES * (unit_code_bytes(bits) / 2), step = input / 4;
+  if (bits == 8) return unit[code_place(start, output, input, 1)] ^ CODE_OFFSET;
+  const uint8_t lower = unit[code_place(start, output, input, 2)] >> step % 2 * 4 & 15;
+  if (bits == 4) return lower;
+  return (uint8_t)(lower | (unit[code_place(start + UPPER_BITS, output, input, 4)] >> step % 4 * 2 & 3) << 4);
 }
 
 // Returns the offset of a unit in a panel. Sets `factors` to the offset of the factors of its scales.
@@ -59,13 +77,8 @@ static void pack_unit(const linear_layer* layer, const held_weight* weight, cons
   int64_t factors;
   char* codes = panel + unit_place(layer, unit, &factors);
   for (int64_t i = 0; i < UNIT_INPUTS; i++) {
-    int is_upper;
-    char* byte = codes + code_place(bits, nth, i, &is_upper);
     const uint8_t code = first + i < size ? ((const uint8_t*)weight->values)[output * size + first + i] : 0;
-    if (bits == 8)
-      *byte = (char)(code ^ CODE_OFFSET);
-    else
-      *byte = (char)(*byte | indexes[code] << (is_upper ? 4 : 0));
+    store_code(bits, (uint8_t*)codes, nth, i, indexes[code]);
   }
   pack_scales(layer, weight, output, first, codes + unit_code_bytes(bits));
   if (!weight->scale_factor || unit % BLOCK_UNITS) return;
@@ -77,7 +90,8 @@ static void pack_unit(const linear_layer* layer, const held_weight* weight, cons
 static void pack_quantized(const linear_layer* layer, const held_weight* weight, char* panels, int64_t num_threads) {
   const int64_t num_units = ceil_div(layer->in_size, UNIT_INPUTS), bytes = weight_bytes(layer, code_bits(layer));
   uint8_t indexes[256] = {0};
-  for (int i = 15; i >= 0; i--) indexes[(uint8_t)layer->table[i]] = (uint8_t)i;
+  for (int i = 0; i < 256; i++) indexes[i] = (uint8_t)(layer->element == ELEMENT_INT6 ? i - layer->table[0] : i);
+  for (int i = 15; i >= 0 && layer->element == ELEMENT_INT4; i--) indexes[(uint8_t)layer->table[i]] = (uint8_t)i;
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)
   for (int64_t panel = 0; panel < ceil_div(layer->out_size, PANEL); panel++) {
     char* own = panels + panel * num_units * bytes;
@@ -104,7 +118,10 @@ int64_t find_codes(const int8_t* codes, int64_t num, int8_t table[16], int64_t n
     highest = code;
     if (num_codes++ < 16) table[num_codes - 1] = (int8_t)code;
   }
-  if (num_codes > 16) return 8;
+  if (num_codes > 16) {
+    table[0] = lowest < 0 ? -32 : 0;
+    return lowest >= table[0] && highest < table[0] + 64 ? 6 : 8;
+  }
   const int is_next = (lowest >= -8 && highest < 8) || (lowest >= 0 && highest < 16);
   const int first = lowest >= -8 && highest < 8 ? -8 : 0;
   for (int i = is_next ? 0 : num_codes; i < 16; i++) table[i] = (int8_t)(is_next ? first + i : highest);
@@ -136,9 +153,8 @@ static float quantized_value(const linear_layer* layer, const char* panel, int64
   const char* scales = unit + unit_code_bytes(bits);
   const float16* factors = (const float16*)(panel + place) + nth;
   const int64_t g = input % UNIT_INPUTS / layer->group_size * PANEL + nth;
-  int is_upper;
-  const uint8_t byte = (uint8_t)unit[code_place(bits, nth, input % UNIT_INPUTS, &is_upper)];
-  const int8_t code = bits == 8 ? (int8_t)(byte ^ CODE_OFFSET) : layer->table[is_upper ? byte >> 4 : byte & 15];
+  const uint8_t stored = load_code(bits, (const uint8_t*)unit, nth, input % UNIT_INPUTS);
+  const int8_t code = bits == 4 ? layer->table[stored] : (int8_t)(bits == 6 ? stored + layer->table[0] : stored);
   const int8_t* zeros = (const int8_t*)scales + num_scales * scale_bytes(layer) * (1 + layer->has_minima);
   const float minimum = layer->has_minima ? scale_value(layer, scales, num_scales + g, factors + PANEL) : 0.0f;
   return dequantized(scale_value(layer, scales, g, factors), code - (layer->has_zeros ? zeros[g] : 0), minimum);

@@ -1,4 +1,4 @@
-// Matmuls of int8 activations with weights of 8 or 4 bits. Each group of inputs has a scale, and optionally a zero
+// Matmuls of int8 activations with weights of 8, 6 or 4 bits. Each group of inputs has a scale, and optionally a zero
 // point and a minimum: weight = scale * (code - zero) - minimum. Sums over a group are integers and exact. Each sum is
 // converted to float32, multiplied by the scale of the activations and the scale of the weights, and added to the sum
 // of a run. The minimum, multiplied by the sum of the activations, is added in the same way.
@@ -6,7 +6,8 @@
 // A panel consists of units of 32 inputs. A unit contains the codes of 2 vectors of outputs, then scales, minima and
 // zero points, [1 or 2 groups, PANEL] each. Codes of 8 bits are stored as [8, LANES, 4]: each step has four inputs of
 // LANES outputs. With 4 bits, two steps share a byte, and the first step is in the lower half. Codes of 4 bits are
-// looked up in the layer's table, unless the table counts upwards.
+// looked up in the layer's table, unless the table counts upwards. With 6 bits, the lower 4 bits are stored like codes
+// of 4 bits. The upper 2 bits follow them; four steps share a byte, and the first step is in the lowest bits.
 //
 // Scales and minima have one of three formats: floats; powers of two and 0, stored in a byte as the exponent of a
 // float32; or 8-bit integers times a float16 factor. With factors, in_size is a multiple of 256. The factors of the
@@ -14,7 +15,7 @@
 //
 // Codes may be stored with an offset. The sum of the activations times the offset is then subtracted from the sums.
 
-enum { CODES_OF_8, CODES_OF_4, CODES_OF_TABLE };
+enum { CODES_OF_8, CODES_OF_4, CODES_OF_TABLE, CODES_OF_6 };
 // Instructions that multiply unsigned with signed bytes need non-negative codes.
 #if defined(__AVX512VNNI__) && defined(HAS_AVX512)
 #define CODE_OFFSET 128
@@ -81,6 +82,22 @@ INLINE ints whole_dots(ints sums) {
 #endif
 }
 
+// sums += the dot products of eight inputs with codes of 6 bits, in two steps.
+INLINE ints add_medium_dots(ints sums, words first, words second, words x, words next) {
+#if defined(HAS_AVX512) && !CODE_OFFSET
+  const __m512i pairs = _mm512_add_epi16(_mm512_maddubs_epi16((__m512i)first, (__m512i)x),
+                                         _mm512_maddubs_epi16((__m512i)second, (__m512i)next));
+  return sums + whole_dots((ints)pairs);
+#elif defined(HAS_AVX2)
+  // Sums of four products are at most 4 * 63 * 127, which 16 bits hold.
+  const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)first, (__m256i)x),
+                                         _mm256_maddubs_epi16((__m256i)second, (__m256i)next));
+  return in_order(sums + whole_dots((ints)pairs));
+#else
+  return add_code_dots(add_code_dots(sums, first, x), second, next);
+#endif
+}
+
 // Returns the table's entry for every byte of `indexes`, all below 16.
 INLINE words look_up(words table, words indexes) {
 #if defined(HAS_AVX512)
@@ -112,7 +129,12 @@ INLINE int needs_no_table(const linear_layer* layer) {
   return is_next;
 }
 
-enum { STEPS = UNIT_INPUTS / 4 };
+enum {
+  STEPS = UNIT_INPUTS / 4,
+  UPPER_BITS = STEPS / 2 * LANES * 4  // where the upper bits of 6-bit codes begin in a vector's codes
+};
+
+INLINE int bits_of(const int coding) { return coding == CODES_OF_8 ? 8 : coding == CODES_OF_6 ? 6 : 4; }
 
 INLINE int64_t unit_code_bytes(int64_t bits) { return UNIT_INPUTS * PANEL * bits / 8; }
 INLINE int64_t scale_bytes(const linear_layer* layer) {
@@ -167,6 +189,10 @@ INLINE words load_codes(const int coding, const char* of_vector, int step, words
   const int64_t size = sizeof(words);
   if (coding == CODES_OF_8) return load_words(of_vector + step * size);
   const words both = load_words(of_vector + step / 2 * size), indexes = (step % 2 ? both >> 4 : both) & 0x0f0f0f0fu;
+  if (coding == CODES_OF_6) {
+    const words upper = load_words(of_vector + UPPER_BITS + step / 4 * size);
+    return indexes | ((step % 4 < 2 ? upper << (4 - step % 4 * 2) : upper >> (step % 4 * 2 - 4)) & 0x30303030u);
+  }
   return coding == CODES_OF_TABLE ? look_up(table, indexes) : indexes;
 }
 
@@ -186,7 +212,7 @@ typedef struct {
   int64_t panel_bytes;
   int64_t place;  // of the first vector of outputs in the first panel
   words table;
-  int32_t mask;         // for the offset of 4-bit codes: all bits if they are stored with an offset, or 0
+  int32_t mask;         // for the offset of codes below 8 bits: all bits if they are stored with an offset, or 0
   const char* factors;  // of the scales of the current units
 } code_tile;
 
@@ -202,6 +228,7 @@ INLINE code_tile tile_of(const int coding, const linear_layer* layer, int64_t pa
 // sum of the activations.
 INLINE ints offset_dots(const int coding, const code_tile* t, ints sum) {
   if (coding == CODES_OF_4) return (sum << 3) & t->mask;
+  if (coding == CODES_OF_6) return (sum << 5) & t->mask;
   return CODE_OFFSET ? sum << 7 : (ints){0};
 }
 
@@ -272,7 +299,7 @@ INLINE void multiply_group(const int coding, const int is_whole, const int nth, 
                            const code_tile* t, const char* weights, const uint32_t* inputs, floats (*sums)[8]) {
   const char* unit = branch_of(weights);
   const uint32_t* x = branch_of(inputs);
-  const int bits = coding == CODES_OF_8 ? 8 : 4, num_steps = is_whole ? STEPS : STEPS / 2;
+  const int bits = bits_of(coding), num_steps = is_whole ? STEPS : STEPS / 2, turn = coding == CODES_OF_6 ? 2 : 1;
   const int64_t vector_bytes = unit_code_bytes(bits) / 2;
   ints dots[GROUP_ROWS][8];
 #pragma GCC unroll 12
@@ -280,15 +307,21 @@ INLINE void multiply_group(const int coding, const int is_whole, const int nth, 
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) dots[r][v] = (ints){0};
 #pragma GCC unroll 8
-  for (int step = nth * num_steps; step < (nth + 1) * num_steps; step++)
+  for (int step = nth * num_steps; step < (nth + 1) * num_steps; step += turn)
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
       const char* of_vector = unit + v / 2 * t->panel_bytes + (t->place / LANES + v % 2) * vector_bytes;
       const words codes = load_codes(coding, of_vector, step, t->table);
+      const words next = turn == 2 ? load_codes(coding, of_vector, step + 1, t->table) : codes;
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
         const words four = word_of(x + step * R + r);
-        dots[r][v] = coding == CODES_OF_4 ? add_small_dots(dots[r][v], codes, four) : add_code_dots(dots[r][v], codes, four);
+        if (coding == CODES_OF_6)
+          dots[r][v] = add_medium_dots(dots[r][v], codes, next, four, word_of(x + (step + 1) * R + r));
+        else if (coding == CODES_OF_4)
+          dots[r][v] = add_small_dots(dots[r][v], codes, four);
+        else
+          dots[r][v] = add_code_dots(dots[r][v], codes, four);
       }
     }
   scale_dots(coding, is_whole, nth, R, V, t, unit + unit_code_bytes(bits), x, dots, sums);
@@ -304,7 +337,7 @@ INLINE void multiply_group(const int coding, const int is_whole, const int nth, 
 // Computes R rows and V vectors of outputs of a run. totals: the first output; rows are `size` floats apart.
 INLINE void multiply_tile(const int coding, const int R, const int V, code_tile* t, const char* weights,
                           const uint32_t* x, int64_t num, const char* ahead, int64_t stride, float* totals, int64_t size) {
-  const int64_t bytes = unit_bytes(t->layer, coding == CODES_OF_8 ? 8 : 4), of_factors = factor_bytes(t->layer);
+  const int64_t bytes = unit_bytes(t->layer, bits_of(coding)), of_factors = factor_bytes(t->layer);
   const int is_whole = t->layer->group_size == UNIT_INPUTS;
   floats sums[GROUP_ROWS][8];
   clear_sums(R, V, sums);
@@ -339,17 +372,28 @@ INLINE void multiply_codes(const int coding, const int R, const int C, const lin
   }
 }
 
-// The run functions for CODES_OF_8, CODES_OF_4 and CODES_OF_TABLE: integer_runs.h.
-extern SHARED const run_function INT8_RUNS[], INT4_RUNS[], TABLE_RUNS[];
+// The run functions for each coding: integer_runs.h.
+extern SHARED const run_function INT8_RUNS[], INT6_RUNS[], INT4_RUNS[], TABLE_RUNS[];
 
-INLINE int64_t code_bits(const linear_layer* layer) { return layer->element == ELEMENT_INT4 ? 4 : 8; }
+INLINE int coding_of(const linear_layer* layer) {
+  switch (layer->element) {
+    case ELEMENT_INT8: return CODES_OF_8;
+    case ELEMENT_INT6: return CODES_OF_6;
+    default: return needs_no_table(layer) ? CODES_OF_4 : CODES_OF_TABLE;
+  }
+}
+
+INLINE int64_t code_bits(const linear_layer* layer) {
+  return layer->element == ELEMENT_INT8 ? 8 : layer->element == ELEMENT_INT6 ? 6 : 4;
+}
 
 INLINE arithmetic integer_arithmetic(const linear_layer* layer) {
-  const int coding = layer->element == ELEMENT_INT8 ? CODES_OF_8 : needs_no_table(layer) ? CODES_OF_4 : CODES_OF_TABLE;
+  static const run_function* const RUNS_OF[] = {
+      [CODES_OF_8] = INT8_RUNS, [CODES_OF_6] = INT6_RUNS, [CODES_OF_4] = INT4_RUNS, [CODES_OF_TABLE] = TABLE_RUNS};
   return (arithmetic){.unit = UNIT_INPUTS,
                       .weight_bytes = weight_bytes(layer, code_bits(layer)),
                       .row_bytes = INT8_WORDS * 4,
                       .run = INTEGER_RUN / UNIT_INPUTS,
                       .turn = 1,
-                      .runs = coding == CODES_OF_8 ? INT8_RUNS : coding == CODES_OF_4 ? INT4_RUNS : TABLE_RUNS};
+                      .runs = RUNS_OF[coding_of(layer)]};
 }

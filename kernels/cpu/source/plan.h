@@ -23,7 +23,7 @@ static const char* name_of_element(int64_t element) {
   static const char* const NAMES[] = {[ELEMENT_FLOAT32] = "float32",       [ELEMENT_BFLOAT16] = "bfloat16",
                                       [ELEMENT_FLOAT16] = "float16",       [ELEMENT_FLOAT8_E4M3FN] = "float8_e4m3fn",
                                       [ELEMENT_INT8] = "int8",             [ELEMENT_INT4] = "int4",
-                                      [ELEMENT_FLOAT8_E8M0FNU] = "float8_e8m0fnu"};
+                                      [ELEMENT_FLOAT8_E8M0FNU] = "float8_e8m0fnu", [ELEMENT_INT6] = "int6"};
   return NAMES[element];
 }
 

@@ -7,6 +7,7 @@ INLINE arithmetic layer_arithmetic(const linear_layer* layer) {
 #endif
   switch (layer->element) {
     case ELEMENT_INT8:
+    case ELEMENT_INT6:
     case ELEMENT_INT4: return integer_arithmetic(layer);
     case ELEMENT_FLOAT8_E4M3FN: return float8_arithmetic(layer);
     case ELEMENT_FLOAT32: return arithmetic_float();
