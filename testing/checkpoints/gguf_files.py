@@ -353,19 +353,24 @@ def random_blocks(tensor: torch.Tensor, type_name: str) -> np.ndarray:
 def requantized(source: Path, path: Path, type_name: str) -> Path:
     """Write a copy of a GGUF file with its matrices in another type. As in llama.cpp's files, the embedding keeps at
     least 8 bits. Returns `path`."""
+    write_tensors(source, path, dequantized(source), type_name)
+    return path
+
+
+def write_tensors(source: Path, path: Path, tensors: Mapping[str, np.ndarray], type_name: str) -> None:
+    """Write a copy of a GGUF file with other values, float32. For the types see `requantized`."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for key, found in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
             kind, *of_items = found.types
             writer.add_key_value(key, found.contents(), kind, of_items[-1] if of_items else None)
-    for name, values in dequantized(source).items():
+    for name, values in tensors.items():
         own_type = "Q8_0" if name == "token_embd.weight" and type_name != "F32" else type_name
         add_tensor(writer, name, torch.from_numpy(values.copy()), own_type if values.ndim > 1 else "F32")
     for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         finish()
     writer.close()
-    return path
 
 
 def dequantized(path: Path) -> dict[str, np.ndarray]:

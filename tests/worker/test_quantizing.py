@@ -1,4 +1,4 @@
-"""Float weights that are quantised during loading: bit-identical to a GGUF file's weights, at every start."""
+"""Float weights that are quantised during loading: the same bits at every start, and in 8 bits those of a GGUF file."""
 
 import json
 import logging
@@ -7,11 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from pagewire.network.checkpoint_files import CheckpointError
@@ -37,8 +34,6 @@ from worker_service.startup.preflight import check_worker
 from worker_service.startup.progress import LoadProgress
 
 pytestmark = pytest.mark.one_of_each
-
-GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +67,6 @@ def products(model: Decoder) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize(
     ("family", "dtype", "is_tied"),
     [
@@ -83,17 +77,34 @@ def products(model: Decoder) -> dict[str, Any]:
         ("qwen3", "bfloat16", False),
     ],
 )
-def test_logits_are_those_of_the_same_gguf_file(
-    tmp_path: Path, family: str, dtype: str, is_tied: bool, quantization: str
+def test_logits_in_8_bits_are_those_of_the_same_gguf_file(
+    tmp_path: Path, family: str, dtype: str, is_tied: bool
 ) -> None:
     source = make_checkpoint(tmp_path / "model", family, seed=21, dtype=dtype, tie_word_embeddings=is_tied)
-    type_name = GGUF_TYPES[quantization]
-    types = {"attn_output.weight": type_name, "token_embd.weight": "Q8_0", "output.weight": "Q8_0"}
-    path = write_gguf(tmp_path / "model.gguf", source, type_name, types=types)
-    ours, theirs = load(source, quantization), load(path)
+    types = {"attn_output.weight": "Q8_0", "token_embd.weight": "Q8_0", "output.weight": "Q8_0"}
+    path = write_gguf(tmp_path / "model.gguf", source, "Q8_0", types=types)
+    ours, theirs = load(source, "int8"), load(path)
     assert torch.equal(logits_of(ours), logits_of(theirs))
     assert torch.equal(logits_of(ours, is_fused=False), logits_of(theirs, is_fused=False))
     assert products(ours).keys() == products(theirs).keys()
+
+
+@pytest.mark.parametrize("hidden_size", [64, 256])
+def test_4_bits_are_more_where_they_count(tmp_path: Path, hidden_size: int) -> None:
+    """The first and last of eight layers are an eighth each. Rows of 64 are no blocks, and only the last down
+    projection then has 6 bits."""
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 512, "num_hidden_layers": 8, "head_dim": hidden_size // 4}
+    source = make_checkpoint(tmp_path / "model", "llama", seed=30, dtype="bfloat16", **sizes)
+    found, stored = products(load(source, "int4")), load_file(source / "model.safetensors")
+    for name, product in found.items():
+        wide = r"embed|head|\.[057]\.mlp\.down" if hidden_size == 256 else r"\.7\.mlp\.down|^((?!down).)*$"
+        is_wide = bool(re.search(wide, name))
+        rows, part = product.lookup_rows(torch.arange(product.packed.out_size)), name.replace("head", "lm_head")
+        assert product.packed.format.bits == (6 if is_wide else 4), name
+        if f"{part}.weight" in stored:
+            first = stored[f"{part}.weight"].float()
+            meant = load_cpu_kernels().quantize(first, 6 if is_wide else 4).dequantized()
+            assert torch.equal(rows[: len(first)], meant), name
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -120,25 +131,24 @@ def test_gpt2s_weights_are_turned_first(tmp_path: Path, quantization: str, is_ti
     model = load(source, quantization)
     stored = load_file(source / "model.safetensors")
 
-    def meant(name: str, type_name: str) -> torch.Tensor:
+    def meant(name: str) -> torch.Tensor:
         values = stored[f"transformer.{name}.weight" if name != "lm_head" else "lm_head.weight"]
         turned = values.t() if name.startswith("h.") else values
-        qtype = GGMLQuantizationType[type_name]
-        blocks = gguf.quants.quantize(np.ascontiguousarray(turned.numpy()), qtype)
-        return torch.from_numpy(gguf.quants.dequantize(blocks, qtype))
+        bits = 8 if quantization == "int8" else 6 if turned.shape[1] % 256 or name == "h.1.mlp.c_proj" else 4
+        return load_cpu_kernels().quantize(turned.contiguous(), bits).dequantized()
 
     names = [
         f"h.{layer}.{name}" for layer in range(2) for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     ]
-    expected = {f"transformer.{name}": meant(name, GGUF_TYPES[quantization]) for name in names}
-    expected["head"] = meant("wte" if is_tied else "lm_head", "Q8_0")
+    expected = {f"transformer.{name}": meant(name) for name in names}
+    expected["head"] = meant("wte" if is_tied else "lm_head")
     if not is_tied:
-        expected["transformer.wte"] = meant("wte", "Q8_0")
+        expected["transformer.wte"] = meant("wte")
     assert products(model).keys() == expected.keys()
     for name, product in products(model).items():
         assert torch.equal(product.lookup_rows(torch.arange(len(expected[name]))), expected[name]), name
     rows = torch.arange(151)
-    assert torch.equal(model.embedding.lookup_rows(rows), meant("wte", "Q8_0"))
+    assert torch.equal(model.embedding.lookup_rows(rows), meant("wte"))
     assert torch.equal(logits_of(model), logits_of(load(source, quantization)))
 
 
@@ -155,7 +165,7 @@ def test_families_without_gguf_files_are_quantised(tmp_path: Path, family: str) 
     assert torch.nn.functional.cosine_similarity(logits_of(quantised), logits_of(exact)).median() > 0.999
 
 
-@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8), ("int4", 4)])
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8), ("int4", 6)])
 def test_experts_are_quantised_and_routers_are_not(tmp_path: Path, quantization: str, bits: int) -> None:
     source = make_checkpoint(tmp_path / "model", "qwen2_moe", seed=25, dtype="bfloat16")
     model, stored = load(source, quantization), load_file(source / "model.safetensors")
@@ -173,7 +183,7 @@ def test_experts_are_quantised_and_routers_are_not(tmp_path: Path, quantization:
         assert torch.equal(product.lookup_rows(torch.arange(len(down))), meant)
     exact = logits_of(load(source))
     similarity = torch.nn.functional.cosine_similarity(logits_of(model), exact)
-    assert similarity.median() > (0.999 if bits == 8 else 0.9)
+    assert similarity.median() > (0.999 if bits == 8 else 0.99)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -212,7 +222,9 @@ def test_a_weight_that_is_joined_takes_room_for_its_parts_and_itself(
     assert footprint.peak - footprint.held == num_copies * 1.5 * num_elements
 
 
-@pytest.mark.parametrize(("quantization", "end"), [("int8", ""), ("int4", ", embedding and head to 8 bits")])
+@pytest.mark.parametrize(
+    ("quantization", "end"), [("int8", ""), ("int4", ", embedding, head and some others to 6 bits")]
+)
 def test_what_becomes_of_weights_is_said(tmp_path: Path, quantization: str, end: str) -> None:
     path = make_checkpoint(tmp_path / "model", "llama", seed=28)
     operations = create_host_operations(load_cpu_kernels())

@@ -157,7 +157,7 @@ def test_projections_are_quantised_while_loading(tmp_path, monkeypatch, family, 
         if name.endswith((".gate", ".shared_expert_gate")):
             assert not packed.format.group_size
         else:
-            assert packed.format.bits == (8 if name == "head" else bits)
+            assert packed.format.bits == (8 if bits == 8 else 6)  # rows of these sizes are no blocks
             expected = operations.quantize(expected, packed.format.bits).dequantized()
         assert torch.equal(operations.kernels.lookup_rows(packed, rows), expected), name
 

@@ -31,7 +31,7 @@ from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
 logger = logging.getLogger(__name__)
 
 # Increase this with every change of the file format, and of the way in which weights are quantised.
-_FORMAT = 1
+_FORMAT = 2
 _SUFFIX = ".packed"
 _PART_SUFFIX = ".part"
 _PART_SECONDS = 3600.0  # longer than any write takes

@@ -33,7 +33,7 @@ from worker_service.models.decoder import Decoder
 from worker_service.models.gguf_checkpoint import GgufCheckpoint
 from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint, formats_of
-from worker_service.models.quantizing import QuantizingTensors
+from worker_service.models.quantizing import QuantizingTensors, choose_bits
 from worker_service.models.torch_operations import Operations
 from worker_service.models.weights import (
     TensorProgress,
@@ -176,13 +176,11 @@ def _share_embedding_rows(listed: OperationList, checkpoint: Tensors, operations
 def _quantize_all(
     listed: OperationList, checkpoint: Tensors, bits: int, operations: Operations, network: Network
 ) -> tuple[QuantizingTensors, OperationList]:
-    """Wrap a float checkpoint so that its linear weights are quantised to `bits` while they are read. The LM head and
-    the embedding get 8 bits. Return the wrapped checkpoint and the operations adapted to it, in which no matrix is
-    transposed."""
-    found = [weight for weight in weights_of(listed) if type(weight) is Projection and not weight.is_float32]
-    by_name = {f"{module}.weight": bits for weight in found for module in weight.modules}
-    by_name |= {f"{weight.name}.weight": 8 for weight in (head_of(listed), embedding_of(listed))}
-    transposed = frozenset(f"{module}.weight" for weight in found if weight.is_transposed for module in weight.modules)
+    """Wrap a float checkpoint so that its linear weights are quantised to `bits`, or more (see `choose_bits`), while
+    they are read. Return the wrapped checkpoint and the operations adapted to it, in which no matrix is transposed."""
+    by_name = choose_bits(listed, bits)
+    found = [weight for weight in weights_of(listed) if type(weight) is Projection and weight.is_transposed]
+    transposed = frozenset(f"{module}.weight" for weight in found for module in weight.modules)
     unit = math.lcm(*(heads.head_dim for heads in network.layers))
     tensors = QuantizingTensors(checkpoint, operations.quantize, by_name, transposed, unit)
     return tensors, rewrite(listed, {Projection: lambda projection: replace(projection, is_transposed=False)})
@@ -269,8 +267,8 @@ class UnloadedModel:
         """Return a log line that tells the operator how the model's quantised weights are used. Return None if no
         weight is quantised."""
         if self.quantization is not None:
-            eight = ", embedding and head to 8 bits" if BITS[self.quantization] < 8 else ""
-            return f"linear weights are quantised to {self.quantization} in groups of {GROUP_SIZE}{eight}"
+            more = ", embedding, head and some others to 6 bits" if BITS[self.quantization] < 8 else ""
+            return f"linear weights are quantised to {self.quantization} in groups of {GROUP_SIZE}{more}"
         if not self.checkpoint.formats:
             return None
         linears, dtype = self._linears(), str(self.dtype).removeprefix("torch.")

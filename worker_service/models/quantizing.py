@@ -1,4 +1,4 @@
-"""A checkpoint of floats whose projections and embedding are quantised as they are read."""
+"""A checkpoint of floats whose projections and embedding are quantised as they are read, and the bits of each."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,16 +6,51 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.quantized import GROUP_SIZE, quantized_format
-from pagewire.kernels.weight import StoredFormat, StoredWeight
+from pagewire.kernels.weight import BLOCK, StoredFormat, StoredWeight
 from pagewire.network.checkpoint_files import CheckpointError
+from pagewire.network.operations import (
+    Activate,
+    Multiply,
+    MultiplyRouted,
+    OperationList,
+    Projection,
+    embedding_of,
+    head_of,
+    weights_of,
+)
 from worker_service.models.checkpoint import Piece, Tensors
 
 _CHUNK_ELEMENTS = 1 << 20  # elements that are read and quantised at once; at least the rows of one head
 _WORKING_BYTES = 8  # temporary bytes per element: its float32 value, its code, and scales
 
 
+def choose_bits(listed: OperationList, bits: int) -> dict[str, int]:
+    """Return the bits of the codes of each weight to quantise, by its name. With 8, all have 8.
+
+    With 4, some weights have 6, as in llama.cpp's Q4_K_M: the LM head and the embedding; weights whose rows do not
+    divide into blocks; and the last down projection, by far the one whose rounding costs most. If all rows divide, the
+    memory that this leaves is for further down projections: those of the first and last eighth of the layers, and of
+    each eighth one between.
+    """
+    found = [weight for weight in weights_of(listed) if type(weight) is Projection and not weight.is_float32]
+    undivided, downs = {weight for weight in found if weight.in_size % BLOCK}, _down_projections(listed)
+    num_outer = 0 if undivided else len(downs) // 8
+    inner = [] if undivided else downs[num_outer : len(downs) - num_outer]
+    wide = {*undivided, *downs[-1:], *downs[:num_outer], *inner[4::8], *downs[len(downs) - num_outer :]}
+    more = wide if bits == 4 else set()
+    by_name = {f"{module}.weight": 6 if weight in more else bits for weight in found for module in weight.modules}
+    ends = {f"{weight.name}.weight": max(bits, 6) for weight in (head_of(listed), embedding_of(listed))}
+    return by_name | ends
+
+
+def _down_projections(listed: OperationList) -> list[Projection]:
+    activated = {each.output for each in listed if type(each) is Activate}
+    multiplied = [each for each in listed if isinstance(each, Multiply | MultiplyRouted)]
+    return [each.projection for each in multiplied if each.input in activated]
+
+
 class QuantizingTensors(Tensors):
-    """A source of weights that reads a checkpoint with float weights and quantises them to 8 or 4 bits while loading
+    """A source of weights that reads a checkpoint with float weights and quantises them to 8, 6 or 4 bits while loading
     (`--quantization`).
 
     Quantised matrices are returned as [outputs, inputs], even if the checkpoint stores a matrix transposed.
@@ -33,7 +68,7 @@ class QuantizingTensors(Tensors):
 
         Args:
             source: the checkpoint with float weights.
-            quantize: quantises float32 [rows, columns] to the given number of bits, 8 or 4.
+            quantize: quantises float32 [rows, columns] to the given number of bits, 8, 6 or 4.
             bits: the number of bits of each weight to quantise, by name.
             transposed: names of the weights that the checkpoint stores as [inputs, outputs].
             unit: the number of rows that are read from `source` together is a multiple of this number, so that no
@@ -87,8 +122,7 @@ class QuantizingTensors(Tensors):
         out_size, in_size = piece.target.shape
         first = (piece.index[0].start or 0) if piece.index else 0
         source_rows = torch.arange(out_size) if piece.rows is None else piece.rows
-        codes = torch.empty(out_size, in_size, dtype=torch.int8)
-        whole = StoredWeight(codes, torch.empty(out_size, in_size // GROUP_SIZE), GROUP_SIZE)
+        whole: StoredWeight | None = None
         num_rows = max(1, _CHUNK_ELEMENTS // in_size // self._unit) * self._unit
         for start in range(0, out_size, num_rows):
             rows = slice(start, min(start + num_rows, out_size))
@@ -102,6 +136,8 @@ class QuantizingTensors(Tensors):
                 part = self._quantize(values, self._bits[name])
             except ValueError as error:
                 raise CheckpointError(f"tensor {name} cannot be quantised: {error}") from error
-            for kind, values in part.parts().items():
-                whole.parts()[kind][rows] = values
+            whole = whole or part.with_each(lambda of_part: of_part.new_empty(out_size, of_part.shape[1]))
+            for kind, of_rows in part.parts().items():
+                whole.parts()[kind][rows] = of_rows
+        assert whole is not None, "a weight has rows"
         return whole

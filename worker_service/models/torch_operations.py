@@ -122,7 +122,7 @@ class Operations:
         return stored.num_bytes(out_size, in_size)
 
     def quantize(self, values: Tensor, bits: int) -> StoredWeight:
-        """Quantise float32 values [rows, columns] to codes of 8 or 4 bits. The rounding and the errors are those of
+        """Quantise float32 values [rows, columns] to codes of 8, 6 or 4 bits. The rounding and the errors are those of
         `pagewire.kernels.quantized.quantize`."""
         return quantize(values, bits)
 

@@ -273,9 +273,14 @@ int64_t pack_linear(const linear_layer* layer, const held_weight* weight, void* 
 // table contains all codes, because the kernels then need no lookup. Returns the bits per code: 4; 6 if there are more
 // than 16 distinct codes, from table[0], -32 or 0, to 63 more; else 8.
 int64_t find_codes(const int8_t* codes, int64_t num, int8_t table[16], int64_t num_threads);
-// Quantises values to codes and unrounded scales. A group whose scale is not finite gets no codes.
+// Quantises values to codes of 8 or 6 bits and unrounded scales. A group whose scale is not finite gets no codes.
 int64_t quantize(const float* values, int64_t num_groups, int64_t bits, int8_t* codes, float* scale,
                  int64_t num_threads);
+// Finds unrounded scales and minima for codes of 4 bits. A group that is not finite gets a scale that is not.
+int64_t search_scales(const float* values, int64_t num_groups, float* scale, float* minimum, int64_t num_threads);
+// Rounds values to the nearest codes of 4 bits.
+int64_t round_codes(const float* values, int64_t num_groups, const float* scale, const float* minimum, int8_t* codes,
+                    int64_t num_threads);
 // output: [num_indexes, in_size]
 int64_t lookup_rows(const linear_layer* layer, const int64_t* indexes, float* output, int64_t num_indexes);
 // x: [num_rows, in_size], y: [num_rows, out_size].
