@@ -226,9 +226,9 @@ async def _seconds(client: AsyncClient, batch: Batch) -> float:
 
 
 class ProgramArm:
-    """A program of bench/peers/programs in a separate interpreter."""
+    """A program of bench/peers/programs in a separate interpreter, which reads the bf16 checkpoint."""
 
-    formats = (BF16,)
+    formats: Sequence[str] = (BF16,)
 
     def __init__(
         self, name: str, program: str, flags: Callable[[], Sequence[str]], num_threads: int, python: Callable[[], Path]
@@ -246,8 +246,33 @@ class ProgramArm:
 
     def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
         command = [str(self._python()), str(PROGRAMS / self._program), str(model.path), *self._flags()]
-        with conversation(command, child_environ(self._num_threads)) as ask:
-            return rates(lambda batch: float(ask(batch)), loads, model.vocab_size, seed)
+        return program_rates(command, self._num_threads, model, loads, seed)
+
+
+class MistralRsArm:
+    """mistral.rs, with the file that llama.cpp receives, and without a prefix cache."""
+
+    name = "mistral.rs"
+    formats = FORMATS
+
+    def __init__(self, environments: Environments, num_threads: int) -> None:
+        self._environments = environments
+        self._num_threads = num_threads
+
+    def prepare(self, model: Model) -> None:
+        self._environments.mistral_rs()
+        self._environments.gguf(model.path, model.weight_format)
+
+    def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
+        weights = self._environments.gguf(model.path, model.weight_format)
+        command = [str(self._environments.mistral_rs()), str(PROGRAMS / "mistralrs_peer.py"), str(weights)]
+        return program_rates(command, self._num_threads, model, loads, seed)
+
+
+def program_rates(command: Sequence[str], num_threads: int, model: Model, loads: Loads, seed: int) -> dict[str, float]:
+    """Run a peer's program, and return its rates."""
+    with conversation(command, child_environ(num_threads)) as ask:
+        return rates(lambda batch: float(ask(batch)), loads, model.vocab_size, seed)
 
 
 def transformers_arms(num_threads: int, dtype: str) -> list[ProgramArm]:
@@ -379,4 +404,4 @@ def _end(process: "subprocess.Popen[str]") -> None:
 def child_environ(num_threads: int) -> dict[str, str]:
     """Return the environment variables of a peer, without this repository on its path."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return inherited | {"OMP_NUM_THREADS": str(num_threads)}
+    return inherited | {"OMP_NUM_THREADS": str(num_threads), "RAYON_NUM_THREADS": str(num_threads)}

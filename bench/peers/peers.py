@@ -4,8 +4,8 @@
 
 Pagewire runs as both services, over gRPC. Each arm starts, warms up, is measured and ends before the next arm begins.
 The order of the arms is reversed in every round. In bf16 all arms use the same checkpoint. In the other formats
-Pagewire and llama.cpp use the same file, quantised by llama.cpp's own program. Peers based on torch use the dtype that
-the worker chooses on this machine.
+Pagewire, llama.cpp and mistral.rs use the same file, quantised by llama.cpp's own program. Peers based on torch use the
+dtype that the worker chooses on this machine.
 
 Figures are medians of the rounds, with minimum and maximum. A peer that is not available is left out, and the reason is
 printed. The raw numbers are written to bench/results/ after each round, under the name of the instruction set, with a
@@ -30,6 +30,7 @@ from bench.peers.arms import (
     Arm,
     LlamaCppArm,
     Loads,
+    MistralRsArm,
     Model,
     PagewireArm,
     PeerFailedError,
@@ -40,6 +41,7 @@ from bench.peers.environment import (
     AVX2,
     FORMATS,
     LLAMA_CPP_PYTHON,
+    MISTRAL_RS,
     NATIVE,
     VLLM,
     CannotMakeError,
@@ -55,7 +57,7 @@ from worker_service.startup.loader import choose_dtype
 from worker_service.startup.pool_size import cpu_cache_bytes
 from worker_service.startup.resources import available_bytes
 
-PINS = {"vLLM": VLLM, "llama.cpp": LLAMA_CPP_PYTHON}
+PINS = {"vLLM": VLLM, "llama.cpp": LLAMA_CPP_PYTHON, "mistral.rs": MISTRAL_RS}
 # Environment variables that restrict our processes to AVX2, in torch and in our kernels.
 AVX2_ENVIRON = {
     "PAGEWIRE_CPU_KERNELS": "require",
@@ -192,6 +194,7 @@ def arms(num_threads: int, environments: Environments, dtype: str) -> list[Arm]:
     return [
         PagewireArm(environments, num_threads),
         LlamaCppArm(environments, num_threads),
+        MistralRsArm(environments, num_threads),
         vllm,
         *transformers_arms(num_threads, dtype),
     ]

@@ -4,14 +4,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.peers.arms import LlamaCppArm, PagewireArm
+from bench.peers.arms import LlamaCppArm, MistralRsArm, PagewireArm
 from bench.peers.environment import BF16
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OURS, LLAMA_CPP = PagewireArm.name, LlamaCppArm.name
-PEERS = (LLAMA_CPP, "vLLM", "transformers generate", "transformers generate_batch")
+PEERS = (LLAMA_CPP, MistralRsArm.name, "vLLM", "transformers generate", "transformers generate_batch")
 COLORS = {name: f"C{index}" for index, name in enumerate((OURS, *PEERS))}
 
 
@@ -33,19 +33,26 @@ def markdown(found: dict) -> str:
 
 
 def formats_table(found: dict, model: str, formats: dict) -> list[str]:
-    """Return the lines of a table of medians: a row per load, and for each format our rate, llama.cpp's, and the
+    """Return the lines of a table of medians: a row per load, and for each format our rate, the best peer's, and the
     ratio."""
-    head = " | ".join(f"{name}: {OURS} | {LLAMA_CPP} | ratio" for name in formats)
+    head = " | ".join(f"{name}: {OURS} | best peer | ratio" for name in formats)
     lines = ["", f"| {model} | {head} |", "|---|" + "---|" * (3 * len(formats))]
     ratio = _ratios(found, model)
     for load in found["loads"]:
         cells: list[str] = []
         for name, arms in formats.items():
-            rates = [arms.get(arm, {}).get(load) for arm in (OURS, LLAMA_CPP)]
-            cells += ["–" if each is None else f"{each['median']:,.0f}" for each in rates]
-            cells.append(f"**{ratio[name, load, LLAMA_CPP]:.2f}**" if (name, load, LLAMA_CPP) in ratio else "–")
+            ours, best = arms.get(OURS, {}).get(load), best_peer(arms, load)
+            cells.append("–" if ours is None else f"{ours['median']:,.0f}")
+            cells.append("–" if best is None else f"{arms[best][load]['median']:,.0f} {best}")
+            cells.append(f"**{ratio[name, load, best]:.2f}**" if best and (name, load, best) in ratio else "–")
         lines.append(f"| {load} | {' | '.join(cells)} |")
     return lines
+
+
+def best_peer(arms: dict, load: str) -> str | None:
+    """Return the name of the fastest peer under a load, or None if no peer was measured."""
+    medians = {name: of_arm[load]["median"] for name, of_arm in arms.items() if name != OURS and load in of_arm}
+    return max(medians, key=lambda name: medians[name], default=None)
 
 
 def peers_table(found: dict, model: str, arms: dict) -> list[str]:

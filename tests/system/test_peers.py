@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
 
 from bench.peers import environment, peers, tables
 from bench.peers.arms import (
@@ -32,6 +33,7 @@ from bench.peers.arms import (
     weight_buffers,
 )
 from bench.peers.environment import FORMATS, CannotMakeError, Environments, requirements, unpack, with_tokenizer
+from bench.peers.programs import mistralrs_peer
 from bench.peers.speedups import goal
 from pagewire.bench.workload import LengthRange
 from testing.checkpoints.families import make_checkpoint
@@ -160,7 +162,7 @@ def test_pagewire_beside_transformers(
         "Pagewire",
     ]
     assert "4 mixed requests, end to end: " in captured.err
-    assert "| tiny shape | bf16: Pagewire | llama.cpp | ratio |" in captured.out
+    assert "| tiny shape | bf16: Pagewire | best peer | ratio |" in captured.out
     assert "| tiny shape, bf16 | Pagewire | llama.cpp | transformers generate |" in captured.out
     assert captured.out.endswith("Not measured: llama.cpp, bf16 (it crashed).\n")
 
@@ -231,7 +233,7 @@ def test_what_is_kept_of_a_run_that_is_interrupted(
     found = json.loads(path.read_text())
     # In the order of the table, not of the command.
     assert list(found["tokens_per_s"]["54M shape"]) == ["bf16", "Q8_0"]
-    assert "| 54M shape | bf16: Pagewire | llama.cpp | ratio | Q8_0: Pagewire | llama.cpp | ratio |" in captured.out
+    assert "| 54M shape | bf16: Pagewire | best peer | ratio | Q8_0: Pagewire | best peer | ratio |" in captured.out
     assert found["rounds"]["54M shape"]["Q8_0"]["llama.cpp"] == {decode_name(1): [40.0]}
     assert path.with_suffix(".png").exists()
 
@@ -425,10 +427,10 @@ def test_tables_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert "compute in float32" in lines[0]
     assert lines[1:] == [
         "",
-        "| 54M shape | bf16: Pagewire | llama.cpp | ratio | Q4_0: Pagewire | llama.cpp | ratio |",
+        "| 54M shape | bf16: Pagewire | best peer | ratio | Q4_0: Pagewire | best peer | ratio |",
         "|---|---|---|---|---|---|---|",
-        "| decode, 1 stream | 28 | 38 | **0.75** | 28 | 38 | **0.75** |",
-        "| x | 1,234 | – | – | 1,234 | – | – |",
+        "| decode, 1 stream | 28 | 38 llama.cpp | **0.75** | 28 | 38 llama.cpp | **0.75** |",
+        "| x | 1,234 | 617 vLLM | **2.00** | 1,234 | – | – |",
         "",
         "| 54M shape, bf16 | Pagewire | llama.cpp | vLLM |",
         "|---|---|---|---|",
@@ -562,6 +564,14 @@ def test_what_an_environment_is_made_of(tmp_path: Path) -> None:
         files.addfile(entry, io.BytesIO(b"ab"))
     unpack(source, tmp_path / "out")
     assert (tmp_path / "out" / "vendor" / "file").read_bytes() == b"ab"
+
+
+def test_the_tokenizer_for_mistral_rs() -> None:
+    """Each word of a prompt is one token."""
+    tokens = ["<end>", "!", "\u0120there", "b", "[PAD4]", "b!"]
+    tokenizer = Tokenizer.from_str(json.dumps(mistralrs_peer.tokenizer(tokens)))
+    ids = [3, 5, 0, 3, 2, 4, 1]
+    assert tokenizer.encode(" ".join(tokens[i] for i in ids)).ids == ids
 
 
 def test_the_tokenizer_for_the_converter(model: Model, tmp_path: Path) -> None:
