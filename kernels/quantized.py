@@ -82,7 +82,7 @@ def search_scales(values: Tensor) -> tuple[Tensor, Tensor]:
     lowest, highest = groups.amin(-1).clamp(max=0.0), groups.amax(-1)
     sum_w, sum_wx = _sum(weights), _sum(weighted)
     best = torch.full_like(sum_w, -math.inf)
-    scale, minimum = torch.zeros_like(size), torch.zeros_like(size)
+    scale, minimum = groups.abs().amax(-1), torch.zeros_like(size)  # if all gains overflow, the scale is too large
     for first in range(140, 161):  # in tenths, the largest code before it is rounded
         inverse = groups.new_tensor(first) / groups.new_tensor(10.0) / (highest - lowest)
         inverse = inverse.where(inverse.isfinite(), 0.0)
@@ -120,14 +120,18 @@ def round_scales(scale: Tensor, minimum: Tensor) -> StoredWeight:
     rows, num_groups = scale.shape
     codes = torch.zeros(rows, num_groups * GROUP_SIZE, dtype=torch.int8, device=scale.device)
     scales, scale_factor = _with_factor(scale)
-    minima, minimum_factor = _with_factor(minimum)
+    # Where a scale is too small to be stored, all codes are 0. A minimum alone would move the values away from 0.
+    minima, minimum_factor = _with_factor(minimum.where((scales != 0) | (scale == 0), 0.0))
     return StoredWeight(codes, scales, GROUP_SIZE, minima, scale_factor=scale_factor, minimum_factor=minimum_factor)
 
 
 def _with_factor(exact: Tensor) -> tuple[Tensor, Tensor]:
     """Return numbers as integers from -127 to 127 with a factor for each block of inputs."""
     blocks = exact.unflatten(1, (-1, _GROUPS_OF_BLOCK))
-    factor = round_scale(blocks.abs().amax(-1) / blocks.new_tensor(127.0))
+    exact = blocks.abs().amax(-1) / blocks.new_tensor(127.0)
+    rounded = exact.half()
+    # Rounded up: the bits of the next positive number are greater by one.
+    factor = round_scale((rounded.view(torch.int16) + (rounded.float() < exact)).view(torch.float16).float())
     integers = blocks / factor[..., None]
     return integers.where(integers.isfinite(), 0.0).round_().clamp_(-127, 127).flatten(1), factor
 
