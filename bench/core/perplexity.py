@@ -37,7 +37,7 @@ from pagewire.common.gguf.tokenizer_files.files import read_tokenizer
 from pagewire.kernels.cpu import CpuKernels
 from testing.checkpoints.gguf_files import requantized
 from testing.logits import LlamaCppModel, OurModel, mean_divergence
-from worker_service.host.cpu_operations import create_host_operations
+from worker_service.host import create_host_operations
 from worker_service.models.loading import prepare_model
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 

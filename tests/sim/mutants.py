@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     mutant(
         "a plan that ends a lease saves the state of a position that a row may not reach",
-        "PlanBuilder._began_block",
+        "PlanBuilder._began_blocks",
         "not self.follows_lease",
         "True",
     ),
@@ -242,7 +242,7 @@ MUTANTS = (
         "a block is published as another layer group's content",
         (
             Patch("CacheManager.publish", "tables[0].blocks[i]", "tables[-1].blocks[i]"),
-            Patch("CacheManager.publish", "table.blocks[i]", "tables[-1 - content.group].blocks[i]"),
+            Patch("CacheManager.publish", "tables[content.group].blocks[i]", "tables[-1 - content.group].blocks[i]"),
         ),
     ),
     mutant(
