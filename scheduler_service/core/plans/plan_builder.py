@@ -306,8 +306,7 @@ class PlanBuilder:
         """Give a decoding sequence its next block of each layer group for a step, unless it has the block already,
         because a plan gave it the block for a sample that the worker did not compute."""
         cache, held, number = self.cache, row.allocation, row.slot
-        if cache.has_windows:
-            cache.slide(held, row.next_position)
+        self._slide(row)
         if row.may_repeat:
             num_needed = held.num_computed_tokens + step - self.step + 1
             if num_needed <= held.num_granted_blocks * cache.block_size:
