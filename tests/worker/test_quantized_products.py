@@ -11,6 +11,7 @@ DEVICE = choose_device()
 
 
 from pagewire.kernels import scaled  # noqa: E402
+from pagewire.kernels.quantized import quantize  # noqa: E402
 from testing.checkpoints.families import make_checkpoint  # noqa: E402
 from testing.checkpoints.gguf_files import write_gguf  # noqa: E402
 from testing.checkpoints.packed import Case, fp8, make_mxfp4, make_quantized, w8a8  # noqa: E402
@@ -119,20 +120,38 @@ def test_experts_are_products_of_codes(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(layer(x, ids), plain.get_submodule(layer_name)(x, ids), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_model_is_quantised_while_it_loads(tmp_path: Path, quantization: str) -> None:
-    """The codes equal a GGUF file's. The embedding takes its rows from the head, to which it is tied."""
-    path = make_checkpoint(tmp_path / "model", "qwen3", seed=20, tie_word_embeddings=True, **HEADS_OF_32)
-    types = {"token_embd.weight": "Q8_0"}
-    file = write_gguf(tmp_path / "model.gguf", path, "Q8_0" if quantization == "int8" else "Q4_0", types=types)
-    model, plain = load(path, quantization=quantization), load_plain(file)
+def make_divisible(tmp_path: Path) -> Path:
+    """Make a checkpoint all of whose rows divide into blocks. Its embedding is tied to its head."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+    return make_checkpoint(tmp_path / "model", "qwen3", seed=20, tie_word_embeddings=True, **sizes)
+
+
+def check_quantized(model: Decoder, meant: dict[str, torch.Tensor]) -> None:
+    """The products are those of the given weights. The embedding takes its rows from the head, to which it is tied."""
     generator = torch.Generator().manual_seed(20)
-    for name, layer in model.named_modules():
-        if isinstance(layer, Linear):
-            assert type(layer.product) is PackedProduct
-            check_product(layer, plain[name], generator)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    assert layers.keys() == meant.keys()
+    for name, layer in layers.items():
+        assert type(layer.product) is PackedProduct
+        check_product(layer, DenseProduct(meant[name], None), generator)
     indexes = torch.tensor([150, 0, 3, 3], device=DEVICE)
-    assert torch.equal(model.embedding.lookup_rows(indexes), plain["head"].weight[indexes])
+    assert torch.equal(model.embedding.lookup_rows(indexes), meant["head"][indexes])
+
+
+def test_a_model_in_8_bits_is_quantised_as_its_gguf_file(tmp_path: Path) -> None:
+    path, types = make_divisible(tmp_path), {"token_embd.weight": "Q8_0"}
+    plain = load_plain(write_gguf(tmp_path / "model.gguf", path, "Q8_0", types=types))
+    check_quantized(load(path, quantization="int8"), {name: product.weight for name, product in plain.items()})
+
+
+def test_a_model_in_4_bits_is_quantised_as_specified(tmp_path: Path) -> None:
+    """The head and the last down projection have 6 bits."""
+    path = make_divisible(tmp_path)
+    model, plain = load(path, quantization="int4"), load_plain(path)
+    last = max(name for name in plain if name.endswith("down_proj"))
+    bits = {name: 6 if name in ("head", last) else 4 for name in plain}
+    meant = {name: quantize(product.weight, bits[name]).dequantized() for name, product in plain.items()}
+    check_quantized(model, meant)
 
 
 @pytest.mark.parametrize("name", ["W4A16 asymmetric", "W8A16", "FP8 by channel", "MXFP4"])
