@@ -367,7 +367,7 @@ async def test_tenants(model: Path, tmp_path: Path) -> None:
             headers = {"authorization": f"Bearer {KEYS[tenant]}"}
             assert (await server.client.get("/metrics", headers=headers)).status_code == status
         server.stack.worker.step_seconds = 0.05
-        asked = {"prompt": "x", "seed": 0, "max_tokens": 200, "stream": True}
+        asked = {"prompt": "x", "seed": 0, "max_tokens": 200, "ignore_eos": True, "stream": True}
         async with server.client.stream("POST", PATH, json=asked, headers=keys) as stream:
             lines = stream.aiter_lines()
             await anext(lines)
@@ -464,7 +464,7 @@ async def test_without_tenants_api_keys_are_ignored(server: HttpServer) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_client_disconnect_aborts_its_requests(server: HttpServer, stream: bool) -> None:
     server.stack.worker.step_seconds = 0.02
-    asked = {"prompt": ["x", "y"], "max_tokens": 200, "stream": stream, "n": 2}
+    asked = {"prompt": ["x", "y"], "max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 2}
     call = asyncio.create_task(server.post(PATH, **asked))
     await server.stack.until(lambda loads: loads.num_running == 4)
     call.cancel()
@@ -495,7 +495,7 @@ async def test_a_silent_wait_sends_comments(model: Path, monkeypatch: pytest.Mon
 
 async def test_a_failure_behind_the_first_event_is_an_event(server: HttpServer) -> None:
     server.stack.worker.step_seconds = 0.02
-    asked = {"prompt": "x", "seed": 0, "max_tokens": 200, "stream": True}
+    asked = {"prompt": "x", "seed": 0, "max_tokens": 200, "ignore_eos": True, "stream": True}
     async with server.client.stream("POST", PATH, json=asked) as stream:
         lines = stream.aiter_lines()
         await anext(lines)

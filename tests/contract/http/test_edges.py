@@ -190,7 +190,7 @@ async def test_an_idle_connection_ends(model: Path, monkeypatch: pytest.MonkeyPa
 async def test_a_client_that_goes_with_requests_ahead(server: HttpServer) -> None:
     server.stack.worker.step_seconds = 0.02
     async with connected(server) as (_, writer):
-        writer.write(posted(max_tokens=200, stream=True) + posted(max_tokens=200))
+        writer.write(posted(max_tokens=200, ignore_eos=True, stream=True) + posted(max_tokens=200))
         await server.stack.until(lambda loads: loads.num_running == 1)
     await server.stack.until_idle()
     assert server.stack.worker.step_seconds * 200 > 3  # or the request might have ended by itself
@@ -199,7 +199,7 @@ async def test_a_client_that_goes_with_requests_ahead(server: HttpServer) -> Non
 async def test_errors_are_not_written_into_another_response(server: HttpServer) -> None:
     server.stack.worker.step_seconds = 0.02
     async with connected(server) as (reader, writer):
-        writer.write(posted(max_tokens=200, stream=True))
+        writer.write(posted(max_tokens=200, ignore_eos=True, stream=True))
         await reader.readuntil(b"data: {")
         writer.write(b"nonsense\r\n\r\n")
         assert b"HTTP/1.1" not in await reader.read()
@@ -475,7 +475,7 @@ async def test_client_errors_are_not_logged(server: HttpServer, caplog: pytest.L
     await server.refusal(PATH, prompt="x", n=0)
     await status_of(server, b"nonsense\r\n\r\n")
     await status_of(server, VERSION.replace(b"host", b"upgrade: websocket\r\nconnection: upgrade\r\nhost"))
-    call = asyncio.create_task(server.post(PATH, prompt="x", max_tokens=200, stream=True))
+    call = asyncio.create_task(server.post(PATH, prompt="x", max_tokens=200, ignore_eos=True, stream=True))
     await server.stack.until(lambda loads: loads.num_running == 1)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)

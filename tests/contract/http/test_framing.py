@@ -109,7 +109,7 @@ async def test_a_body_after_an_upgrade_offer_is_not_a_request(
     server: HttpServer, arrivals: Arrivals, offer: bytes
 ) -> None:
     server.stack.worker.step_seconds = 0.02
-    begun = await server.complete(prompt="x", max_tokens=200, detached=True)
+    begun = await server.complete(prompt="x", max_tokens=200, ignore_eos=True, detached=True)
     hidden = f"DELETE /v1/requests/{begun['request_id']} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
     head = POST + offer + b"content-length: %d\r\n\r\n" % len(hidden)
     async with connected(server) as stream:
