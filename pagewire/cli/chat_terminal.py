@@ -123,9 +123,12 @@ class ChatTerminal:
     def _ask(self, prompt: str) -> str:
         """Show `prompt` and return the line that the user types."""
         self._show_keys(True)
+        # Readline loses output whose write a signal interrupts. Its wait for a key is interrupted all the same.
+        signal.siginterrupt(signal.SIGALRM, False)
         try:
             return read_input(lambda: input(prompt))
         finally:
+            signal.siginterrupt(signal.SIGALRM, True)
             self._show_keys(False)
 
     def _show_keys(self, are_shown: bool) -> None:

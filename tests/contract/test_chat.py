@@ -17,7 +17,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.serving import scripted_scheduler
 from testing.serving.scripted_scheduler import ScriptedScheduler, delta, field_violation, serving
 from testing.serving.terminal import CTRL_A, CTRL_C, STORY, UP, ChatUser
-from testing.terminal import ROOT, TIMEOUT_S
+from testing.terminal import ROOT, TIMEOUT_S, Terminal
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
@@ -173,6 +173,28 @@ def test_a_signal_before_the_wait_for_a_key_is_noticed() -> None:
         process.kill()
         os.close(leader)
         os.close(follower)
+
+
+READS_AMONG_SIGNALS = """
+import signal
+from pagewire.cli.chat_terminal import ChatTerminal
+terminal = ChatTerminal(None)
+signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
+while True:
+    print("read", repr(terminal.read_message()))
+"""
+
+
+def test_signals_during_a_prompt_lose_no_output() -> None:
+    keys = "".join(f"word{number} " for number in range(100))
+    with Terminal([sys.executable, "-c", READS_AMONG_SIGNALS], columns=200) as terminal:
+        for _ in range(20):
+            terminal.expect("> ")
+            for start in range(0, len(keys), 7):
+                terminal.type(keys[start : start + 7])
+            terminal.type("\r")
+            assert terminal.expect("read ").count("word") == 100
+            assert terminal.expect("\n").strip() == repr(keys)
 
 
 def refuse_long(scheduler: ScriptedScheduler, max_chars: int) -> None:
