@@ -305,22 +305,29 @@ class LlamaCppArm:
         self._environments.llama_cpp_environ()
 
     def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
-        found = {}
-        streams = ",".join(map(str, loads.num_streams))
-        num_positions = max(loads.num_streams) * (loads.input_len + loads.output_len)
-        for row in self._run(model, num_positions, loads.input_len, loads.output_len, streams):
-            found[decode_name(row["pl"])] = row["speed_tg"]
-        for depth in loads.depths:
-            for row in self._run(model, depth + loads.output_len, depth, loads.output_len, "1"):
-                found[depth_name(depth)] = row["speed_tg"]
-        for row in self._run(model, loads.prefill_len + WARM_UP_LEN, loads.prefill_len, WARM_UP_LEN, "1"):
-            found[loads.prefill_name] = row["speed_pp"]
+        """Measure each load in a process of its own, and leave out those that fail. Raises PeerFailedError if all
+        fail."""
+        runs = [(decode_name(num), loads.input_len, loads.output_len, num, "speed_tg") for num in loads.num_streams]
+        runs += [(depth_name(depth), depth, loads.output_len, 1, "speed_tg") for depth in loads.depths]
+        runs.append((loads.prefill_name, loads.prefill_len, WARM_UP_LEN, 1, "speed_pp"))
+        found, failed = {}, ""
+        for name, input_len, output_len, num_streams, speed in runs:
+            try:
+                [row] = self._run(model, input_len, output_len, num_streams)
+            except PeerFailedError as error:
+                failed = str(error)
+                print(f"{self.name}, {model.weight_format}, {name} is left out: {error}", file=sys.stderr, flush=True)
+            else:
+                found[name] = row[speed]
+        if not found:
+            raise PeerFailedError(failed)
         return found
 
-    def _run(self, model: Model, num_positions: int, input_len: int, output_len: int, streams: str) -> list[dict]:
+    def _run(self, model: Model, input_len: int, output_len: int, num_streams: int) -> list[dict]:
         program = self._environments.llama_cpp_program("llama-batched-bench")
         weights = self._environments.gguf(model.path, model.weight_format)
-        shape = ["-c", num_positions, "-b", 2048, "-ub", 512, "-npp", input_len, "-ntg", output_len, "-npl", streams]
+        shape = ["-c", num_streams * (input_len + output_len), "-b", 2048, "-ub", 512]
+        shape += ["-npp", input_len, "-ntg", output_len, "-npl", num_streams]
         how = ["-t", self._num_threads, "--output-format", "jsonl", "-lv", LLAMA_CPP_VERBOSITY]
         command = [str(program), "-m", str(weights), *map(str, [*shape, *how])]
         environ = os.environ | self._environments.llama_cpp_environ()

@@ -29,6 +29,11 @@ LLAMA_CPP_FLAGS = (
     "-DLLAMA_OPENSSL=OFF",
     "-DCMAKE_BUILD_TYPE=Release",
 )
+# The AMX intrinsics of GCC 12 do not say which memory they read, so that it removes stores to this memory, and
+# llama.cpp crashes. The file that uses them is compiled without the optimisations that remove stores.
+AMX_OPTIONS = """
+set_source_files_properties(ggml-cpu/amx/mmq.cpp PROPERTIES COMPILE_OPTIONS "-fno-dse;-fno-tree-dse;-fno-tree-sra")
+"""
 NATIVE, AVX2 = "native", "avx2"
 # The CMake flags of ggml's CPU library, by instruction set. All features are named, because some are enabled by
 # default.
@@ -96,6 +101,8 @@ class Environments:
             archive = self._download(LLAMA_CPP_PYTHON, "llama_cpp_python-*.tar.gz")
             shutil.rmtree(self.root / "llama_cpp", ignore_errors=True)
             unpack(archive, self.root / "llama_cpp")
+            with (source / "ggml" / "src" / "CMakeLists.txt").open("a") as lists:
+                lists.write(AMX_OPTIONS)
         return source
 
     def llama_cpp_program(self, name: str) -> Path:
