@@ -42,14 +42,15 @@ def quantized_format(bits: int) -> StoredFormat:
     return StoredFormat(torch.int8, GROUP_SIZE, bits, has_half_scales=True, has_minima=bits == 4, has_factors=bits == 4)
 
 
-def quantize(values: Tensor, bits: int) -> StoredWeight:
+def quantize(values: Tensor, bits: int, importance: Tensor | None = None) -> StoredWeight:
     """Quantise a weight, float32 [rows, columns], to codes of 8, 6 or 4 bits in groups of GROUP_SIZE columns. The
     number of columns must be a multiple of GROUP_SIZE, and of BLOCK for 4 bits.
 
-    Raises ValueError if a value is not finite, or if a scale is too large for float16.
+    `importance`, float32 [columns], says how much errors of each column count; all count the same by default. Only 4
+    bits use it. Raises ValueError if a value is not finite, or if a scale is too large for float16.
     """
     if bits == 4:
-        scales = round_scales(*search_scales(values))
+        scales = round_scales(*search_scales(values, importance))
         return replace(scales, values=round_codes(values, scales.without_factors()))
     groups = values.unflatten(1, (-1, GROUP_SIZE))
     # Divide by a tensor: for division by a number, torch on a GPU multiplies by the inverse, and the last bit differs.
@@ -69,15 +70,17 @@ def round_scale(exact: Tensor) -> Tensor:
     return scale
 
 
-def search_scales(values: Tensor) -> tuple[Tensor, Tensor]:
+def search_scales(values: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return scales and minima for codes of 4 bits, float32 [rows, groups], before they are rounded. A group with a
     value that is not finite has a scale that is not finite.
 
-    The weight of a value in the fit is its absolute value plus the root mean square of its group.
+    The weight of a value in the fit is its absolute value plus the root mean square of its group, times the importance
+    of its column, as with llama.cpp's importance matrices.
     """
     groups = values.unflatten(1, (-1, GROUP_SIZE))
     size = (_sum(groups.double().square()) / GROUP_SIZE).sqrt().float()
-    weights = (size[..., None] + groups.abs()).double()
+    weights = size[..., None] + groups.abs()
+    weights = (weights if importance is None else weights * importance.view(-1, GROUP_SIZE)).double()
     weighted = weights * groups
     lowest, highest = groups.amin(-1).clamp(max=0.0), groups.amax(-1)
     sum_w, sum_wx = _sum(weights), _sum(weighted)

@@ -52,6 +52,10 @@ class WorkerConfig:
         "not quantise)",
         choices=("int8", "int4"),
     )
+    calibrate: str | None = option(
+        None,
+        "file of `pagewire calibrate`, with which --quantization int4 rounds the weights of large inputs more exactly",
+    )
     block_size: int | None = option(
         None,
         "number of tokens in a block of the KV cache (default: 16; 256 for the attention backend flash_attn)",
@@ -205,6 +209,8 @@ class WorkerConfig:
                 f"--quantization is {self.quantization} and --cpu-products is onednn, which cannot multiply "
                 "with quantised weights: leave one of them out"
             )
+        if self.calibrate is not None and self.quantization != "int4":
+            raise ValueError("--calibrate needs --quantization int4: give both or neither")
         if self.quantization is not None and self.tensor_parallel_size > 1:
             raise ValueError(
                 f"--quantization is {self.quantization} and --tensor-parallel-size is {self.tensor_parallel_size}; "

@@ -13,7 +13,7 @@ import numpy as np
 from testing.checkpoints.gguf_files import dequantized, write_tensors
 
 SEED = 5
-ARCHITECTURES = ("llama", "qwen3")  # SmolLM2 is a llama
+ARCHITECTURES = ("llama", "qwen3", "gemma3")  # SmolLM2 is a llama
 _READERS = {"attn_norm": ("attn_q", "attn_k", "attn_v"), "ffn_norm": ("ffn_gate", "ffn_up")}
 
 

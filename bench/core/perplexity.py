@@ -6,7 +6,7 @@
 All formats are made from the weights of the file, moved off the grid of 4 bits on which they may be (see
 `off_grid.py`), and compared with these float32 weights. The benchmark reports the mean divergence of next tokens in
 nats, how often both have the same first choice, and the perplexity. The text is from Python's own reference manual,
-which every Python installation contains.
+which every Python installation contains. Calibrated arms use the project's documentation.
 
 Pagewire computes with the CPU kernels, as the worker does. llama.cpp runs on the same files, in the environment of
 `python -m bench peers`. It also creates the K-quant files, because PyPI's `gguf` cannot write them. If llama.cpp is not
@@ -39,12 +39,15 @@ from testing.checkpoints.gguf_files import requantized
 from testing.logits import LlamaCppModel, OurModel, mean_divergence
 from worker_service.host import create_host_operations
 from worker_service.models.loading import prepare_model
+from worker_service.startup.calibration import measure_importance
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 NUM_SEQUENCES, LENGTH = 16, 512
 # The topics with more explanations than definitions.
 TOPICS = ("naming", "exceptions", "objects", "execmodel", "class", "with", "import", "types", "specialnames")
 EXACT = "F32"
+DOCS = Path(__file__).parents[2] / "docs"  # the text of calibrated arms
+CALIBRATION_TOKENS = 16384
 # Mixed formats of llama.cpp's quantiser.
 K_QUANTS = ("Q6_K", "Q4_K_M")
 
@@ -58,6 +61,7 @@ class Arm:
     cache_dtype: torch.dtype = torch.bfloat16
     file_type: str = EXACT
     options: Mapping[str, Any] = field(default_factory=dict)  # options of `load_model`
+    is_calibrated: bool = False  # with docs/ as the text
     llama_cpp_cache: str | None = None  # llama.cpp's KV cache type, if the arm includes llama.cpp
 
 
@@ -68,6 +72,7 @@ ARMS = (
     Arm("KV fp8", cache_dtype=torch.float8_e4m3fn),
     *(Arm(name, file_type=name, llama_cpp_cache="bf16") for name in ("Q8_0", *K_QUANTS, "Q5_1", "Q5_0", "Q4_0")),
     *(Arm(f"`{name}`", options={"quantization": name}) for name in ("int8", "int4")),
+    Arm("`int4`, calibrated", options={"quantization": "int4"}, is_calibrated=True),
 )
 
 
@@ -113,14 +118,16 @@ def measure(arguments: argparse.Namespace) -> dict:
     if kernels is None:
         raise SystemExit("the CPU kernels are not available: PAGEWIRE_CPU_KERNELS is off, or there is no compiler")
     text = "\n\n".join(topics[name] for name in TOPICS)
-    found = Tokenizer.from_str(read_tokenizer(arguments.model)).encode(text).ids
+    tokenizer = Tokenizer.from_str(read_tokenizer(arguments.model))
+    found = tokenizer.encode(text).ids
     token_ids = [found[index * LENGTH :][:LENGTH] for index in range(NUM_SEQUENCES)]
     assert len(token_ids[-1]) == LENGTH, "the text is too short"
+    calibration_ids = tokenizer.encode("\n\n".join(path.read_text() for path in sorted(DOCS.glob("*.md")))).ids
     llama_cpp = peer(arguments.environments)
     program = None if llama_cpp is None else llama_cpp.llama_logits()
     with tempfile.TemporaryDirectory() if arguments.keep is None else nullcontext(arguments.keep) as folder:
         files = files_of(arguments.model, Path(folder), llama_cpp)
-        figures = measure_arms(files, kernels, program, token_ids)
+        figures = measure_arms(files, kernels, program, token_ids, calibration_ids[:CALIBRATION_TOKENS])
     source = {"model": arguments.model.name, "python": platform.python_version(), "topics": TOPICS}
     text_of = {**source, "num_sequences": NUM_SEQUENCES, "length": LENGTH}
     version = None if llama_cpp is None else LLAMA_CPP_PYTHON
@@ -139,12 +146,19 @@ def peer(root: Path) -> Environments | None:
 
 
 def measure_arms(
-    arms: Iterator[tuple[Arm, Path]], kernels: CpuKernels, program: Path | None, token_ids: Sequence[Sequence[int]]
+    arms: Iterator[tuple[Arm, Path]],
+    kernels: CpuKernels,
+    program: Path | None,
+    token_ids: Sequence[Sequence[int]],
+    calibration_ids: Sequence[int],
 ) -> list[dict]:
     """Measure all arms and return their figures. `program` is the path of llama.cpp's logits program, or None."""
     figures, exact = [], None
     for arm, path in arms:
-        model = OurModel(path, dtype=arm.dtype, cache_dtype=arm.cache_dtype, kernels=kernels, **arm.options)
+        options = dict(arm.options)
+        if arm.is_calibrated:
+            options["importance"] = measure_importance(path, calibration_ids, lambda doing: None)
+        model = OurModel(path, dtype=arm.dtype, cache_dtype=arm.cache_dtype, kernels=kernels, **options)
         logits = model.logits(token_ids)
         exact = logits if exact is None else exact
         sizes = file_figures(path) if arm.file_type != EXACT else {"bytes": held_bytes(path, kernels, arm)}

@@ -47,7 +47,7 @@ class CpuKernels:
 
     @property
     def variant(self) -> str:
-        """The instruction set for which the kernels were compiled: "avx512_bf16", "avx512", "avx2" or "portable"."""
+        """The instruction set for which the kernels were compiled, one of `VARIANTS`."""
         return ffi.string(self.library.variant()).decode()
 
     @property
@@ -166,15 +166,16 @@ class CpuKernels:
         first half of the weight's outputs must be the gates of the second half."""
         return bool(self.library.is_gateable(packed.layer))
 
-    def quantize(self, values: Tensor, bits: int) -> StoredWeight:
+    def quantize(self, values: Tensor, bits: int, importance: Tensor | None = None) -> StoredWeight:
         """Quantise a weight, float32 [rows, columns], to codes of 8, 6 or 4 bits. `pagewire.kernels.quantized.quantize`
-        specifies the rounding.
+        specifies the rounding, and the use of the `importance` of each column, float32 [columns].
 
         Raises:
             ValueError: shapes, strides or dtypes do not fit, or a value is not finite or too large.
         """
         num_rows, num_columns = values.shape
         check("values", values, torch.float32, (num_rows, num_columns))
+        check("importance", importance, torch.float32, (num_columns,))
         unit = BLOCK if bits == 4 else GROUP_SIZE
         if bits not in (8, 6, 4) or num_columns % unit:
             raise ValueError(f"cannot quantise {num_columns} columns to {bits} bits in units of {unit}")
@@ -184,7 +185,8 @@ class CpuKernels:
             self._call("quantize", values, scale.numel(), bits, codes, scale, num_threads)
             return StoredWeight(codes, round_scale(scale), GROUP_SIZE)
         minimum = torch.empty_like(scale)
-        self._call("search_scales", values, scale.numel(), scale, minimum, num_threads)
+        of_columns = importance, num_columns // GROUP_SIZE
+        self._call("search_scales", values, scale.numel(), *of_columns, scale, minimum, num_threads)
         scales = round_scales(scale, minimum)
         plain = scales.without_factors()
         self._call("round_codes", values, scale.numel(), plain.scale, plain.minimum, codes, num_threads)

@@ -47,6 +47,7 @@ VERBS = {
     "simulate": Verb(
         "pagewire.cli.simulate", "main", "simulate the scheduler with a trace of requests, and compare policies"
     ),
+    "calibrate": Verb("pagewire.cli.calibrate", "main", "measure with a text how to quantise a model to int4", "serve"),
     "completion": Verb(
         "pagewire.cli.shell_completion", "completion", "print a script that lets a shell complete verbs and flags"
     ),

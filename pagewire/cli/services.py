@@ -65,7 +65,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_cache_memory",
         "swap_space",
     ),
-    "model": ("model", "revision", "served_model_name", "chat_template", "load_format", "quantization"),
+    "model": ("model", "revision", "served_model_name", "chat_template", "load_format", "quantization", "calibrate"),
     "memory and KV cache": (
         "gpu_memory_utilization",
         "kv_cache_dtype",

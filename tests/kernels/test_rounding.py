@@ -61,6 +61,19 @@ def test_the_kernels_give_the_bits_of_the_specification(quantize, seed, bits):
         assert torch.equal(part.view(torch.int8), found[name].view(torch.int8)), name
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_the_kernels_weigh_inputs_as_the_specification_does(quantize, seed):
+    values = draw(seed, 256)
+    importance = torch.rand(values.shape[1], generator=torch.Generator().manual_seed(seed)) ** 6 + 1e-6
+    expected = quantized.quantize(values.clone(), 4, importance).parts()
+    found = quantize(values.clone(), 4, importance).parts()
+    for name, part in expected.items():
+        assert torch.equal(part.view(torch.int8), found[name].view(torch.int8)), name
+    equal = quantize(values.clone(), 4, torch.full((values.shape[1],), 4.0)).parts()
+    for name, part in quantize(values.clone(), 4).parts().items():
+        assert torch.equal(part.view(torch.int8), equal[name].view(torch.int8)), name
+
+
 @pytest.mark.parametrize("bits", [6, 4])
 def test_errors_are_smaller_than_those_of_plain_rounding(quantize, bits):
     """Random weights with outliers, as in models."""

@@ -137,7 +137,7 @@ def test_llama_cpp_computes_over_the_same_files(tmp_path: Path) -> None:
     assert (logits.shape, logits[:, 0].tolist(), logits[:, 1:].any()) == ((3, 1024), [7, 8, 9], False)
     arms = [ARMS[0], Arm("bfloat16"), Arm("Q4_K_M", file_type="Q4_K_M", llama_cpp_cache="bf16")]
     kernels, token_ids = load_variant(NATIVE), [[0, 1, 0], [0, 2, 0]]
-    figures = measure_arms(((arm, QUANTIZED) for arm in arms), kernels, program, token_ids)
+    figures = measure_arms(((arm, QUANTIZED) for arm in arms), kernels, program, token_ids, token_ids[0])
     assert ["llama_cpp" in figure for figure in figures] == [True, False, True]
     assert (tmp_path / "program.called").read_text().splitlines() == [
         f"{QUANTIZED} {name}" for name in ("f16", "f32", "bf16")
@@ -151,9 +151,12 @@ def test_llama_cpp_computes_over_the_same_files(tmp_path: Path) -> None:
     assert row.startswith("| Q4_K_M | ")
     same = [100 * each["same_choice"] for each in (quantized, quantized["llama_cpp"])]
     assert row.endswith(f"| {same[0]:.1f}; {same[1]:.1f} |")
-    assert not any("llama_cpp" in each for each in measure_arms(iter([(ARMS[0], QUANTIZED)]), kernels, None, token_ids))
+    assert not any(
+        "llama_cpp" in each for each in measure_arms(iter([(ARMS[0], QUANTIZED)]), kernels, None, token_ids, [])
+    )
 
 
 def test_every_format_is_there_once():
     assert len({arm.name for arm in ARMS}) == len(ARMS)
-    assert len({(arm.dtype, arm.cache_dtype, arm.file_type, str(arm.options)) for arm in ARMS}) == len(ARMS)
+    described = {(arm.dtype, arm.cache_dtype, arm.file_type, str(arm.options), arm.is_calibrated) for arm in ARMS}
+    assert len(described) == len(ARMS)

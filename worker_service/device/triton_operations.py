@@ -95,8 +95,9 @@ class TritonOperations(Operations):
     def quantized_bytes(self, stored: StoredFormat, out_size: int, in_size: int) -> int:
         return linear.num_bytes(stored, out_size, in_size)
 
-    def quantize(self, values: Tensor, bits: int) -> StoredWeight:
-        return super().quantize(values.to(self._device), bits).with_each(Tensor.cpu)
+    def quantize(self, values: Tensor, bits: int, importance: Tensor | None = None) -> StoredWeight:
+        importance = None if importance is None else importance.to(self._device)
+        return super().quantize(values.to(self._device), bits, importance).with_each(Tensor.cpu)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         return False

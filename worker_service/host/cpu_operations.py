@@ -30,8 +30,8 @@ class CpuOperations(Operations):
     def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
 
-    def quantize(self, values: Tensor, bits: int) -> StoredWeight:
-        return self.kernels.quantize(values, bits)
+    def quantize(self, values: Tensor, bits: int, importance: Tensor | None = None) -> StoredWeight:
+        return self.kernels.quantize(values, bits, importance)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self.kernels.silu_mul(gate_up)

@@ -31,6 +31,7 @@ from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.decoder import Decoder
 from worker_service.models.gguf_checkpoint import GgufCheckpoint
+from worker_service.models.importance import Importance
 from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint, formats_of
 from worker_service.models.quantizing import QuantizingTensors, choose_bits
@@ -57,6 +58,7 @@ def prepare_model(
     is_dummy: bool = False,
     communicator: Communicator | None = None,
     quantization: str | None = None,
+    importance: Importance | None = None,
     max_model_len: int | None = None,
     storage_dtype: torch.dtype | None = None,
 ) -> "UnloadedModel":
@@ -72,7 +74,7 @@ def prepare_model(
         is_dummy: draw random weights. The directory then needs no file but config.json.
         communicator: this rank, the number of ranks, and how they communicate; a single rank by default.
         quantization: "int8" or "int4" quantises float weights while they load. Supported on one rank, if `operations`
-            can multiply with codes.
+            can multiply with codes. `importance` says how much the errors of each input's weights count.
         max_model_len: the length of the longest sequence in tokens; the model's number of positions by default.
         storage_dtype: the dtype to which float32 weights are rounded, if `operations` can multiply in it; None keeps
             float32.
@@ -94,7 +96,7 @@ def prepare_model(
         listed = tied(listed)
     if quantization is not None:
         assert (communicator.size, checkpoint.formats) == (1, ()), "refused before"
-        checkpoint, listed = _quantize_all(listed, checkpoint, BITS[quantization], operations, network)
+        checkpoint, listed = _quantize_all(listed, checkpoint, BITS[quantization], operations, network, importance)
     if communicator.size == 1:
         listed = _share_embedding_rows(listed, checkpoint, operations)
     listed = tuple(fuse_updates(cut(listed, communicator.rank, communicator.size)))
@@ -105,9 +107,7 @@ def prepare_model(
     targets = [target for place in model.places for target in targets_of(model, place)]
     unused = check_weights(model, checkpoint, targets, family.ignored, head)
     num_bytes = working_bytes(checkpoint, targets)
-    return UnloadedModel(
-        model, checkpoint, dtype, device, operations, unused, reading_bytes=num_bytes, quantization=quantization
-    )
+    return UnloadedModel(model, checkpoint, dtype, device, operations, unused, num_bytes, quantization)
 
 
 def _with_checkpoint_names(network: Network, family: Family, checkpoint: Tensors) -> OperationList:
@@ -174,7 +174,12 @@ def _share_embedding_rows(listed: OperationList, checkpoint: Tensors, operations
 
 
 def _quantize_all(
-    listed: OperationList, checkpoint: Tensors, bits: int, operations: Operations, network: Network
+    listed: OperationList,
+    checkpoint: Tensors,
+    bits: int,
+    operations: Operations,
+    network: Network,
+    importance: Importance | None,
 ) -> tuple[QuantizingTensors, OperationList]:
     """Wrap a float checkpoint so that its linear weights are quantised to `bits`, or more (see `choose_bits`), while
     they are read. Return the wrapped checkpoint and the operations adapted to it, in which no matrix is transposed."""
@@ -182,7 +187,8 @@ def _quantize_all(
     found = [weight for weight in weights_of(listed) if type(weight) is Projection and weight.is_transposed]
     transposed = frozenset(f"{module}.weight" for weight in found for module in weight.modules)
     unit = math.lcm(*(heads.head_dim for heads in network.layers))
-    tensors = QuantizingTensors(checkpoint, operations.quantize, by_name, transposed, unit)
+    by_weight = {} if importance is None else importance.by_weight(listed)
+    tensors = QuantizingTensors(checkpoint, operations.quantize, by_name, by_weight, transposed, unit)
     return tensors, rewrite(listed, {Projection: lambda projection: replace(projection, is_transposed=False)})
 
 

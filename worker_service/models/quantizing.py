@@ -59,8 +59,9 @@ class QuantizingTensors(Tensors):
     def __init__(
         self,
         source: Tensors,
-        quantize: Callable[[Tensor, int], StoredWeight],
+        quantize: Callable[[Tensor, int, Tensor | None], StoredWeight],
         bits: Mapping[str, int],
+        importance: Mapping[str, Tensor],
         transposed: frozenset[str],
         unit: int,
     ) -> None:
@@ -68,8 +69,10 @@ class QuantizingTensors(Tensors):
 
         Args:
             source: the checkpoint with float weights.
-            quantize: quantises float32 [rows, columns] to the given number of bits, 8, 6 or 4.
+            quantize: quantises float32 [rows, columns] to the given number of bits, 8, 6 or 4, with the importance of
+                each column or None.
             bits: the number of bits of each weight to quantise, by name.
+            importance: the importance of each weight's inputs, by name; weights may be missing.
             transposed: names of the weights that the checkpoint stores as [inputs, outputs].
             unit: the number of rows that are read from `source` together is a multiple of this number, so that no
                 attention head is divided.
@@ -78,6 +81,7 @@ class QuantizingTensors(Tensors):
         self._source = source
         self._quantize = quantize
         self._bits = bits
+        self._importance = importance
         self._transposed = transposed
         self._unit = unit
 
@@ -133,7 +137,7 @@ class QuantizingTensors(Tensors):
             shape = piece.shape or tuple(piece.target.shape)
             self.copy(name, Piece(values, shape, index, None if piece.rows is None else chosen - lowest))
             try:
-                part = self._quantize(values, self._bits[name])
+                part = self._quantize(values, self._bits[name], self._importance.get(name))
             except ValueError as error:
                 raise CheckpointError(f"tensor {name} cannot be quantised: {error}") from error
             whole = whole or part.with_each(lambda of_part: of_part.new_empty(out_size, of_part.shape[1]))

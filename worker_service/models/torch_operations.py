@@ -121,10 +121,10 @@ class Operations:
         `prepare_product`."""
         return stored.num_bytes(out_size, in_size)
 
-    def quantize(self, values: Tensor, bits: int) -> StoredWeight:
-        """Quantise float32 values [rows, columns] to codes of 8, 6 or 4 bits. The rounding and the errors are those of
-        `pagewire.kernels.quantized.quantize`."""
-        return quantize(values, bits)
+    def quantize(self, values: Tensor, bits: int, importance: Tensor | None = None) -> StoredWeight:
+        """Quantise float32 values [rows, columns] to codes of 8, 6 or 4 bits. The rounding, the use of the columns'
+        `importance` and the errors are those of `pagewire.kernels.quantized.quantize`."""
+        return quantize(values, bits, importance)
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         """Prepare the weights [num_experts, out_size, in_size] and biases [num_experts, out_size] of an expert layer

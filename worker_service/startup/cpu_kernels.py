@@ -2,7 +2,8 @@
 
 - `PAGEWIRE_CPU_KERNELS` turns the kernels on or off. "auto" (the default) uses them if they can be built, and otherwise
   logs one warning with the reason. "off" does not use them. "require" raises an error if they cannot be built.
-- `PAGEWIRE_CPU_VARIANT` selects the variant: "portable", "avx2", "avx512", "avx512_bf16" or, on AArch64, "dotprod".
+- `PAGEWIRE_CPU_VARIANT` selects the variant: "portable", "avx2", "avx512", "avx512_bf16", "amx_int8" or, on AArch64,
+  "dotprod".
   "native" (the default) selects the widest variant that this processor supports.
 - `CC` names the compiler.
 - `PAGEWIRE_CACHE` names the folder for built kernels and for weights quantised for them, by default in the user's

@@ -1,5 +1,6 @@
 """The loading of a worker from its configuration: device, dtype, weights, KV cache, model runner."""
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from pagewire.common.process.child_process import announce_memory
 from pagewire.common.process.memory_size import describe_memory
 from pagewire.common.wire import messages
 from pagewire.common.wire.messages import WorkerCapacity
-from pagewire.kernels.cpu import CpuKernels
+from pagewire.kernels.cpu import VARIANTS, CpuKernels
 from pagewire.kernels.quantized import BITS, quantized_format
 from pagewire.network.checkpoint_files import ADAPTER_FILE
 from pagewire.network.layer_groups import LayersOfGroup, group_of_layer, layer_groups
@@ -36,6 +37,7 @@ from worker_service.host import HostComputation, PackedCache, create_host_operat
 from worker_service.models.communicator import Communicator, RankGroup, SingleRank
 from worker_service.models.decoder import Decoder
 from worker_service.models.dense import DenseLayer, load_dense_layers
+from worker_service.models.importance import Importance
 from worker_service.models.loading import UnloadedModel, prepare_model
 from worker_service.models.torch_operations import Operations
 from worker_service.rows import Pooler, SequenceTable, TableLimits
@@ -116,6 +118,7 @@ def _load_worker(
         is_dummy=config.load_format == "dummy",
         communicator=communicator,
         quantization=config.quantization,
+        importance=_importance(config, digest),
         max_model_len=max_model_len,
         storage_dtype=_DTYPES.get(config.dtype),
     )
@@ -303,7 +306,7 @@ def choose_dtype(
 
 def _is_native_on_cpu(dtype: torch.dtype, kernels: CpuKernels | None) -> bool:
     if dtype == torch.bfloat16 and kernels is not None:
-        return kernels.variant == "avx512_bf16"
+        return "avx512_bf16" in VARIANTS[kernels.variant]
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
@@ -524,6 +527,16 @@ def log_long_rope(rope: RopeConfig | None, max_model_len: int) -> None:
         )
 
 
+def _importance(config: WorkerConfig, digest: bytes) -> Importance | None:
+    """Read the file of --calibrate, if there is one. Raises ValueError if it is not of this model."""
+    if config.calibrate is None:
+        return None
+    found = Importance.load(Path(config.calibrate))
+    if found.model_digest != digest:
+        raise ValueError(f"--calibrate is {config.calibrate}, which was made with another model: calibrate this one")
+    return found
+
+
 def _packed_cache(
     config: WorkerConfig, unloaded: UnloadedModel, kernels: CpuKernels | None, digest: bytes
 ) -> PackedCache | None:
@@ -541,6 +554,8 @@ def _packed_cache(
         "weights": weights_digest(path),
         "quantization": config.quantization,
     }
+    if config.calibrate is not None:
+        identity["calibration"] = hashlib.sha256(Path(config.calibrate).read_bytes()).hexdigest()
     return PackedCache(folder, kernels, unloaded.dtype, identity)
 
 

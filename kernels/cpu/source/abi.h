@@ -277,7 +277,9 @@ int64_t find_codes(const int8_t* codes, int64_t num, int8_t table[16], int64_t n
 int64_t quantize(const float* values, int64_t num_groups, int64_t bits, int8_t* codes, float* scale,
                  int64_t num_threads);
 // Finds unrounded scales and minima for codes of 4 bits. A group that is not finite gets a scale that is not.
-int64_t search_scales(const float* values, int64_t num_groups, float* scale, float* minimum, int64_t num_threads);
+// importance: of each input of a row, or NULL.
+int64_t search_scales(const float* values, int64_t num_groups, const float* importance, int64_t groups_of_row,
+                      float* scale, float* minimum, int64_t num_threads);
 // Rounds values to the nearest codes of 4 bits.
 int64_t round_codes(const float* values, int64_t num_groups, const float* scale, const float* minimum, int8_t* codes,
                     int64_t num_threads);

@@ -122,13 +122,15 @@ INLINE double fit_codes(const fit_sums* s, double* scale, double* offset) {
   return gains[0] + gains[1];
 }
 
-// Sets the weights of values in a fit, and their sums. Larger values count more.
-INLINE void weigh_values(const float* values, float* weights, fit_sums* sums) {
+// Sets the weights of values in a fit, and their sums. Larger values count more, and those of important inputs, if
+// `importance` is not NULL.
+INLINE void weigh_values(const float* values, const float* importance, float* weights, fit_sums* sums) {
   double squares[SUM_PARTS] = {0}, w[SUM_PARTS] = {0}, wx[SUM_PARTS] = {0};
   for (int i = 0; i < QUANTIZED_GROUP; i += SUM_PARTS)
     for (int j = 0; j < SUM_PARTS; j++) squares[j] += (double)values[i + j] * (double)values[i + j];
   const float size = (float)sqrt(sum_of_parts(squares) / QUANTIZED_GROUP);
   for (int i = 0; i < QUANTIZED_GROUP; i++) weights[i] = size + fabsf(values[i]);
+  for (int i = 0; importance && i < QUANTIZED_GROUP; i++) weights[i] *= importance[i];
   for (int i = 0; i < QUANTIZED_GROUP; i += SUM_PARTS)
     for (int j = 0; j < SUM_PARTS; j++) {
       w[j] += weights[i + j];
@@ -138,7 +140,7 @@ INLINE void weigh_values(const float* values, float* weights, fit_sums* sums) {
   sums->wx = sum_of_parts(wx);
 }
 
-static void search_group(const float* values, float* scale, float* minimum) {
+static void search_group(const float* values, const float* importance, float* scale, float* minimum) {
   const float size = highest_size(values);
   *scale = size;
   *minimum = 0;
@@ -149,7 +151,7 @@ static void search_group(const float* values, float* scale, float* minimum) {
     highest = values[i] > highest ? values[i] : highest;
   }
   fit_sums sums;
-  weigh_values(values, weights, &sums);
+  weigh_values(values, importance, weights, &sums);
   double best = -INFINITY;
   for (int tenths = 140; tenths <= 160; tenths++) {
     const float inverse = (float)tenths / 10.0f / (highest - lowest);
@@ -164,10 +166,12 @@ static void search_group(const float* values, float* scale, float* minimum) {
   }
 }
 
-int64_t search_scales(const float* values, int64_t num_groups, float* scale, float* minimum, int64_t num_threads) {
+int64_t search_scales(const float* values, int64_t num_groups, const float* importance, int64_t groups_of_row,
+                      float* scale, float* minimum, int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)
   for (int64_t group = 0; group < num_groups; group++)
-    search_group(values + group * QUANTIZED_GROUP, scale + group, minimum + group);
+    search_group(values + group * QUANTIZED_GROUP,
+                 importance ? importance + group % groups_of_row * QUANTIZED_GROUP : NULL, scale + group, minimum + group);
   return DONE;
 }
 
