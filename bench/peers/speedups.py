@@ -2,8 +2,7 @@
 
 from bench.peers.arms import Loads, decode_name
 from bench.peers.environment import BF16, FORMATS
-
-WITH_BF16 = "avx512_bf16"
+from pagewire.kernels.cpu import VARIANTS
 
 # Goals relative to llama.cpp with the same file: at 1, 8 and 32 streams, and in prefill; None: no goal.
 Goals = tuple[float | None, float | None, float | None, float | None]
@@ -27,7 +26,7 @@ STREAMS = (1, 8, 32)
 
 def goal(loads: Loads, isa: str, model: str, weight_format: str, peer: str, load: str) -> float | None:
     """Return the minimum ratio to a peer under a load, or None if no goal is set."""
-    has_bf16 = isa == WITH_BF16
+    has_bf16 = "avx512_bf16" in VARIANTS.get(isa, ())
     if peer == "llama.cpp":
         goals = (OVER_LLAMA_CPP if has_bf16 else OVER_LLAMA_CPP_WITHOUT).get((model, weight_format))
         names = (*map(decode_name, STREAMS), loads.prefill_name)

@@ -55,13 +55,18 @@ FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp
 NATIVE = "native"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_BFLOAT16 = (*_AVX512, "avx512_vnni", "avx512_bf16")
+_TILES = ("amx_tile", "amx_int8")
+# The arguments of the system call `arch_prctl` that lets a process use the tile registers of AMX.
+_PERMIT_TILES = (158, 0x1023, 18)
 # The processor features that each variant needs, under their Linux names. Wider variants come later. The features of an
 # architecture's variants do not exist on processors of another architecture.
 VARIANTS = {
     "portable": (),
     "avx2": _AVX2,
     "avx512": _AVX512,
-    "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
+    "avx512_bf16": _BFLOAT16,
+    "amx_int8": (*_BFLOAT16, *_TILES),
     "dotprod": ("asimddp",),
 }
 # The flags of the variants that exist for AArch64.
@@ -153,7 +158,8 @@ def flags_of(variant: str, machine: str | None = None) -> tuple[str, ...]:
         return (*FLAGS, AARCH64_FLAGS[variant])
     # A distribution's compiler may assume more features than the architecture's baseline has.
     baseline = ["-march=x86-64"] if machine == "x86_64" else []
-    return (*FLAGS, *baseline, *("-m" + feature.replace("_", "") for feature in VARIANTS[variant]))
+    names = (feature.replace("_", "-" if feature in _TILES else "") for feature in VARIANTS[variant])
+    return (*FLAGS, *baseline, *("-m" + name for name in names))
 
 
 def build_library(build: Build, flags: Sequence[str]) -> Path:
@@ -364,11 +370,13 @@ def _digest_of(*texts: str) -> str:
 
 
 def _features() -> frozenset[str]:
-    """Return the processor's features (such as "avx2") under their Linux names. Return an empty set if Linux does not
-    report them."""
+    """Return the processor's features (such as "avx2") under their Linux names, without those that Linux does not let
+    this process use. Return an empty set if Linux does not report them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
     names = [line.partition(":")[2] for line in lines if line.partition(":")[0].strip() in ("flags", "Features")]
-    return frozenset(names[0].split()) if names else frozenset()
+    found = frozenset(names[0].split()) if names else frozenset()
+    may_use_tiles = found.issuperset(_TILES) and ctypes.CDLL(None).syscall(*_PERMIT_TILES) == 0
+    return found if may_use_tiles else found.difference(_TILES)

@@ -62,7 +62,7 @@ def check_same_products(emulated, emulated_packed, ours, packed, x):
 
 
 def test_every_architecture_has_its_variants():
-    assert variants_of("x86_64") == ["portable", "avx2", "avx512", "avx512_bf16"]
+    assert variants_of("x86_64") == ["portable", "avx2", "avx512", "avx512_bf16", "amx_int8"]
     assert variants_of("aarch64") == ["portable", "dotprod"]
     assert variants_of("riscv64") == ["portable"]
     assert set(EMULATED) == set(variants_of("aarch64"))

@@ -559,7 +559,8 @@ def fresh_switch():
         ({"PAGEWIRE_CPU_KERNELS": "on"}, "ValueError: PAGEWIRE_CPU_KERNELS is 'on'; it must be one of auto, off"),
         (
             {"PAGEWIRE_CPU_VARIANT": "sse2", "PAGEWIRE_CPU_KERNELS": "off"},
-            "ValueError: PAGEWIRE_CPU_VARIANT is 'sse2'; it must be one of native, portable, avx2, avx512, avx512_bf16",
+            "ValueError: PAGEWIRE_CPU_VARIANT is 'sse2'; it must be one of native, portable, avx2, avx512, "
+            "avx512_bf16, amx_int8",
         ),
     ],
 )

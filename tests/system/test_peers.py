@@ -348,7 +348,8 @@ def test_avx2_run_skips_peers_that_cannot_be_built_for_it(
 
 
 @pytest.mark.parametrize(
-    ("variant", "dtype"), [("avx512_bf16", "bfloat16"), ("avx512", "float32"), ("avx2", "float32")]
+    ("variant", "dtype"),
+    [("amx_int8", "bfloat16"), ("avx512_bf16", "bfloat16"), ("avx512", "float32"), ("avx2", "float32")],
 )
 def test_peers_compute_in_the_dtype_that_the_kernels_variant_gives(
     variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -384,6 +385,7 @@ def test_goals() -> None:
 
     assert goals("avx512_bf16", "54M shape", "bf16") == [1.15, 1.7, 1.5, 1.6]
     assert goals("avx512_bf16", "0.6B shape", "Q4_K_M") == [1.6, 4.0, 4.0, 2.5]
+    assert goals("amx_int8", "0.6B shape", "Q4_K_M") == [1.6, 4.0, 4.0, 2.5]
     assert goals("avx512_bf16", "54M shape", "Q4_0") == [None] * 4
     assert goals("avx512_bf16", "1.5B-A0.15B shape", "Q8_0") == [None, 1.5, None, None]
     assert goals("avx2", "0.6B shape", "Q8_0") == [1.2, 1.5, 1.5, 1.2]

@@ -1,5 +1,5 @@
 // Activations in the form that matmuls read, called *prepared*. Rows that are multiplied together form a group, and the
-// rows of a group are interleaved. Each row is prepared independently of other rows. A row's inputs are padded with
+// rows of a group are interleaved. If tiles multiply them, the inputs of a unit are not: [rows of g, 32]. Each row is prepared independently of other rows. A row's inputs are padded with
 // zeros.
 //
 // - ELEMENT_FLOAT32: float32; group g is [in_size, rows of g].
@@ -74,8 +74,18 @@ INLINE float scale_unit(const float* x, float* scale) {
   return bits < 0x7f800000 && value > 1e-30f ? 127.0f / value : 0.0f;
 }
 
+// Returns the index in a unit of the word with four inputs of a row.
+INLINE int64_t input_place(int64_t num_rows, int64_t row, int64_t word) {
+#if defined(HAS_TILES)
+  (void)num_rows;
+  return row * (UNIT_INPUTS / 4) + word;
+#else
+  return word * num_rows + row;
+#endif
+}
+
 // x: [UNIT_INPUTS], which may contain NaN and infinities.
-INLINE void prepare_unit(const float* x, uint32_t* target, int64_t stride) {
+INLINE void prepare_unit(const float* x, uint32_t* unit, int64_t nth, int64_t num_rows) {
   float scale;
   const float factor = scale_unit(x, &scale);
   int8_t codes[UNIT_INPUTS];
@@ -88,20 +98,21 @@ INLINE void prepare_unit(const float* x, uint32_t* target, int64_t stride) {
   }
   const int32_t first = -sum_ints(parts[0]), sum = first - sum_ints(parts[1]);
   const float scaled_sum = scale * (float)sum;
-  for (int i = 0; i < UNIT_INPUTS / 4; i++) memcpy(&target[i * stride], codes + 4 * i, 4);
-  memcpy(&target[INT8_SCALE * stride], &scale, sizeof scale);
-  memcpy(&target[INT8_SUM * stride], &sum, sizeof sum);
-  memcpy(&target[INT8_FIRST_SUM * stride], &first, sizeof first);
-  memcpy(&target[INT8_SCALED_SUM * stride], &scaled_sum, sizeof scaled_sum);
+  for (int i = 0; i < UNIT_INPUTS / 4; i++) memcpy(&unit[input_place(num_rows, nth, i)], codes + 4 * i, 4);
+  memcpy(&unit[INT8_SCALE * num_rows + nth], &scale, sizeof scale);
+  memcpy(&unit[INT8_SUM * num_rows + nth], &sum, sizeof sum);
+  memcpy(&unit[INT8_FIRST_SUM * num_rows + nth], &first, sizeof first);
+  memcpy(&unit[INT8_SCALED_SUM * num_rows + nth], &scaled_sum, sizeof scaled_sum);
 }
 
-INLINE void prepare_int8(const float* x, int64_t in_size, uint32_t* target, int64_t stride) {
-  for (int64_t first = 0; first < in_size; first += UNIT_INPUTS, target += INT8_WORDS * stride) {
+// unit: the group's first unit, in which the row is the `nth`.
+INLINE void prepare_int8(const float* x, int64_t in_size, uint32_t* unit, int64_t nth, int64_t num_rows) {
+  for (int64_t first = 0; first < in_size; first += UNIT_INPUTS, unit += INT8_WORDS * num_rows) {
     float padded[UNIT_INPUTS] = {0};
     const int64_t num = in_size - first;
     const float* values = x + first;
     if (num < UNIT_INPUTS) values = memcpy(padded, values, sizeof(float) * (size_t)num);
-    prepare_unit(values, target, stride);
+    prepare_unit(values, unit, nth, num_rows);
   }
 }
 
@@ -112,7 +123,7 @@ INLINE void prepare_row(int64_t kind, const row_groups* groups, int64_t row, con
   char* target = (char*)prepared + group.start * prepared_row_bytes(kind, in_size);
   const int64_t nth = row - group.start;
   if (kind == ELEMENT_INT8) {
-    prepare_int8(x, in_size, (uint32_t*)target + nth, group.num_rows);
+    prepare_int8(x, in_size, (uint32_t*)target, nth, group.num_rows);
     return;
   }
 #if defined(HAS_BFLOAT16_DOTS)

@@ -10,7 +10,7 @@ INLINE int64_t code_place(int64_t start, int64_t output, int64_t input, int64_t 
 INLINE void store_code(int64_t bits, uint8_t* unit, int64_t output, int64_t input, uint8_t code) {
   const int64_t start = output / LANES * (unit_code_bytes(bits) / 2), step = input / 4;
   if (bits == 8) {
-    unit[code_place(start, output, input, 1)] = code ^ CODE_OFFSET;
+    unit[code_place(start, output, input, 1)] = code ^ STORED_OFFSET;
     return;
   }
   unit[code_place(start, output, input, 2)] |= (uint8_t)((code & 15) << step % 2 * 4);
@@ -20,7 +20,7 @@ INLINE void store_code(int64_t bits, uint8_t* unit, int64_t output, int64_t inpu
 // Returns a code that `store_code` has stored.
 INLINE uint8_t load_code(int64_t bits, const uint8_t* unit, int64_t output, int64_t input) {
   const int64_t start = output / LANES * (unit_code_bytes(bits) / 2), step = input / 4;
-  if (bits == 8) return unit[code_place(start, output, input, 1)] ^ CODE_OFFSET;
+  if (bits == 8) return unit[code_place(start, output, input, 1)] ^ STORED_OFFSET;
   const uint8_t lower = unit[code_place(start, output, input, 2)] >> step % 2 * 4 & 15;
   if (bits == 4) return lower;
   return (uint8_t)(lower | (unit[code_place(start + UPPER_BITS, output, input, 4)] >> step % 4 * 2 & 3) << 4);

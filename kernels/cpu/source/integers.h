@@ -22,6 +22,12 @@ enum { CODES_OF_8, CODES_OF_4, CODES_OF_TABLE, CODES_OF_6 };
 #else
 #define CODE_OFFSET 0
 #endif
+// Tiles multiply signed codes. So codes are stored without the offset, which is added before vectors multiply them.
+#if defined(HAS_TILES)
+#define STORED_OFFSET 0
+#else
+#define STORED_OFFSET CODE_OFFSET
+#endif
 
 INLINE words load_words(const void* p) {
   words v;
@@ -118,7 +124,7 @@ INLINE words look_up(words table, words indexes) {
 // Returns the layer's table, with the offset of codes, repeated in every 16 bytes of a vector.
 INLINE words offset_table(const linear_layer* layer) {
   uint8_t entries[4 * LANES];
-  for (int i = 0; i < 4 * LANES; i++) entries[i] = (uint8_t)layer->table[i % 16] ^ CODE_OFFSET;
+  for (int i = 0; i < 4 * LANES; i++) entries[i] = (uint8_t)layer->table[i % 16] ^ STORED_OFFSET;
   return load_words(entries);
 }
 
@@ -315,13 +321,13 @@ INLINE void multiply_group(const int coding, const int is_whole, const int nth, 
       const words next = turn == 2 ? load_codes(coding, of_vector, step + 1, t->table) : codes;
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
-        const words four = word_of(x + step * R + r);
+        const words four = word_of(x + input_place(R, r, step));
         if (coding == CODES_OF_6)
-          dots[r][v] = add_medium_dots(dots[r][v], codes, next, four, word_of(x + (step + 1) * R + r));
+          dots[r][v] = add_medium_dots(dots[r][v], codes, next, four, word_of(x + input_place(R, r, step + 1)));
         else if (coding == CODES_OF_4)
           dots[r][v] = add_small_dots(dots[r][v], codes, four);
         else
-          dots[r][v] = add_code_dots(dots[r][v], codes, four);
+          dots[r][v] = add_code_dots(dots[r][v], codes ^ (CODE_OFFSET - STORED_OFFSET) * 0x01010101u, four);
       }
     }
   scale_dots(coding, is_whole, nth, R, V, t, unit + unit_code_bytes(bits), x, dots, sums);
@@ -359,10 +365,20 @@ INLINE void multiply_tile(const int coding, const int R, const int V, code_tile*
   for (int r = 0; r < R; r++) add_sums(1, V, &sums[r], totals + r * size);
 }
 
+#if defined(HAS_TILES)
+#include "tiles.h"
+#endif
+
 // If the outputs of a panel are computed in two tiles, each tile prefetches half of the data.
 INLINE void multiply_codes(const int coding, const int R, const int C, const linear_layer* layer, const char* weights,
                            int64_t panel_bytes, const uint32_t* x, int64_t num, const char* ahead, int64_t stride,
                            float* totals) {
+#if defined(HAS_TILES)
+  if (R >= MIN_TILE_ROWS) {
+    multiply_in_tiles(coding, R, layer, weights, x, num, ahead, stride, totals);
+    return;
+  }
+#endif
   const int size = 2 * C * LANES, V = C == 1 && 2 * R > MAX_SUMS ? 1 : 2 * C;
   const int64_t share = stride * V / (2 * C);
 #pragma GCC unroll 2
@@ -395,5 +411,6 @@ INLINE arithmetic integer_arithmetic(const linear_layer* layer) {
                       .row_bytes = INT8_WORDS * 4,
                       .run = INTEGER_RUN / UNIT_INPUTS,
                       .turn = 1,
+                      .uses_tiles = 1,
                       .runs = RUNS_OF[coding_of(layer)]};
 }

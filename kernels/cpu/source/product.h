@@ -110,6 +110,11 @@ static void multiply_groups(const product* p, int64_t panel, const product* late
 // Computes the panels of a task. Each panel prefetches the panel that is computed AHEAD panels later. At the end of the
 // task that is a panel of the thread's next task, which belongs to `then` (NULL: there is no next task).
 static void multiply_panels(const product* p, int64_t task, const product* then, int64_t next) {
+#if defined(HAS_TILES)
+  const int64_t largest = nth_group(p->groups, 0).num_rows;
+  const int uses_tiles = p->by.uses_tiles && largest >= MIN_TILE_ROWS;
+  if (uses_tiles) shape_tiles(p->layer, largest);  // other code of this thread may have changed the shapes
+#endif
   int64_t panel = task * p->panels_per_task;
   const int64_t first = next * p->panels_per_task;  // the first panel of the next task, in `then`
   const int64_t end = panel + p->panels_per_task < p->num_panels ? panel + p->panels_per_task : p->num_panels;
@@ -129,6 +134,9 @@ static void multiply_panels(const product* p, int64_t task, const product* then,
     else
       multiply_groups(p, panel, p, panel);
   }
+#if defined(HAS_TILES)
+  if (uses_tiles) release_tiles();
+#endif
 }
 
 // A `task_function` for a matmul; repeatable. `next`: -1 if there is no next task.

@@ -17,6 +17,7 @@ enum {
   FEW_PANELS = 16,
   PANELS_PER_EXPERT_TASK = 8,  // larger, because there are many tasks
   AHEAD = 2,       // distance in panels between the computed panel and the prefetched panel
+  MIN_TILE_ROWS = 6,  // rows of a group that tiles multiply faster than vectors do
   UNROLLED = 4,    // units of inputs multiplied in one turn of the loop
   MAX_GROUPS = 8,  // row groups that share a panel's run while it is in the cache
 };
@@ -44,6 +45,7 @@ typedef struct {
   int64_t row_bytes;         // of a unit in a row of prepared activations
   int64_t run;               // number of units summed up one after the other
   int64_t turn;              // units multiplied in one turn of the loop
+  int uses_tiles;            // whether several rows are multiplied in the tiles of AMX, if the processor has them
   // [GROUP_ROWS + 1]: entry n is for n rows and one panel; entry 0 is for one row and four panels
   const run_function* runs;
 } arithmetic;

@@ -31,8 +31,14 @@
 #endif
 
 #if defined(HAS_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-#define VARIANT "avx512_bf16"
 #define HAS_BFLOAT16_DOTS 1
+#endif
+
+#if defined(HAS_BFLOAT16_DOTS) && (defined(__AMX_INT8__) || defined(__AMXINT8__))
+#define VARIANT "amx_int8"
+#define HAS_TILES 1
+#elif defined(HAS_BFLOAT16_DOTS)
+#define VARIANT "avx512_bf16"
 #elif defined(HAS_AVX512)
 #define VARIANT "avx512"
 #elif defined(HAS_AVX2)
