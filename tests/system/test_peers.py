@@ -251,7 +251,8 @@ def test_a_format_that_pagewire_refuses_ends_the_run_with_its_reason(
 
 
 def test_both_sides_are_given_the_same_quantised_file(tmp_path: Path) -> None:
-    """The real server serves the file. A program in llama.cpp's place reports its arguments."""
+    """The real server serves the file. A program in llama.cpp's place reports its arguments, and fails with three
+    streams or prompts of seven tokens."""
     environments = Environments(tmp_path / "peers", isa="avx2")
     source = environments.llama_cpp_source
     quantised = Model("bundled", STORYTELLER, 300, "Q4_0")
@@ -264,6 +265,7 @@ def test_both_sides_are_given_the_same_quantised_file(tmp_path: Path) -> None:
     program.write_text(
         "#!/bin/sh\n"
         f'echo "$LD_LIBRARY_PATH $*" >> {tmp_path}/called\n'
+        'case "$*" in *"-npl 3 "* | *"-npp 7 "*) exit 139;; esac\n'
         "echo '0.1 I load_tensors:   CPU_REPACK model buffer size =    20.25 MiB' >&2\n"
         'echo \'{"pl": 1, "speed_tg": 10.0, "speed_pp": 20.0}\'\n'
     )
@@ -272,12 +274,14 @@ def test_both_sides_are_given_the_same_quantised_file(tmp_path: Path) -> None:
     for arm in (theirs, ours):
         arm.prepare(quantised)
     deep = replace(SMALL, depths=(50,))
-    expected = {decode_name(1): 10.0, "decode after 50 tokens": 10.0, SMALL.prefill_name: 20.0}
-    assert theirs.measure(quantised, deep, seed=1) == expected
+    expected = {decode_name(1): 10.0, decode_name(2): 10.0, "decode after 50 tokens": 10.0, SMALL.prefill_name: 20.0}
+    assert theirs.measure(quantised, replace(deep, num_streams=(1, 3, 2)), seed=1) == expected
+    with pytest.raises(PeerFailedError, match="ended with exit code 139"):
+        theirs.measure(quantised, replace(SMALL, num_streams=(3,), prefill_len=7), seed=1)
     assert theirs.buffers == {"bundled": {"Q4_0": ["CPU_REPACK"]}}
     calls = (tmp_path / "called").read_text().splitlines()
     assert all(call.startswith(f"{source}/build-avx2/bin -m {file} ") for call in calls)
-    assert "-c 90 -b 2048 -ub 512 -npp 50 -ntg 40 -npl 1 " in calls[1]
+    assert "-c 90 -b 2048 -ub 512 -npp 50 -ntg 40 -npl 1 " in calls[3]
     assert list(ours.measure(quantised, deep, seed=1)) == deep.names
 
 
