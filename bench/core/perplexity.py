@@ -120,7 +120,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     text = "\n\n".join(topics[name] for name in TOPICS)
     tokenizer = Tokenizer.from_str(read_tokenizer(arguments.model))
     found = tokenizer.encode(text).ids
-    token_ids = [found[index * LENGTH :][:LENGTH] for index in range(NUM_SEQUENCES)]
+    token_ids = [found[index * LENGTH :][:LENGTH] for index in range(arguments.num_sequences)]
     assert len(token_ids[-1]) == LENGTH, "the text is too short"
     calibration_ids = tokenizer.encode("\n\n".join(path.read_text() for path in sorted(DOCS.glob("*.md")))).ids
     llama_cpp = peer(arguments.environments)
@@ -129,7 +129,7 @@ def measure(arguments: argparse.Namespace) -> dict:
         files = files_of(arguments.model, Path(folder), llama_cpp)
         figures = measure_arms(files, kernels, program, token_ids, calibration_ids[:CALIBRATION_TOKENS])
     source = {"model": arguments.model.name, "python": platform.python_version(), "topics": TOPICS}
-    text_of = {**source, "num_sequences": NUM_SEQUENCES, "length": LENGTH}
+    text_of = {**source, "num_sequences": arguments.num_sequences, "length": LENGTH}
     version = None if llama_cpp is None else LLAMA_CPP_PYTHON
     return {"variant": kernels.variant, "llama_cpp": version, "text": text_of, "figures": figures}
 
@@ -218,6 +218,12 @@ def table(figures: Sequence[Mapping[str, Any]]) -> str:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, help="a GGUF file")
+    parser.add_argument(
+        "--num-sequences",
+        type=int,
+        default=NUM_SEQUENCES,
+        help=f"sequences of {LENGTH} tokens; all their logits are in memory (default: {NUM_SEQUENCES})",
+    )
     parser.add_argument("--keep", type=Path, help="keep the created files in this folder")
     root = default_root()
     parser.add_argument("--environments", type=Path, default=root, help=f"where llama.cpp is built (default: {root})")
