@@ -175,7 +175,9 @@ def held_bytes(path: Path, kernels: CpuKernels, arm: Arm) -> int:
     """Return the memory that the weights of a file take, quantised as the arm's options say."""
     operations = create_host_operations(kernels)
     device = torch.device("cpu")
-    return prepare_model(path, dtype=arm.dtype, device=device, operations=operations, **arm.options).footprint().held
+    unloaded = prepare_model(path, dtype=arm.dtype, device=device, operations=operations, **arm.options)
+    of_tables = sum(table.nbytes for table in unloaded.model.buffers())  # of positions
+    return unloaded.footprint().held - of_tables
 
 
 def file_figures(path: Path) -> dict[str, Any]:

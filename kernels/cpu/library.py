@@ -69,6 +69,8 @@ VARIANTS = {
     "amx_int8": (*_BFLOAT16, *_TILES),
     "dotprod": ("asimddp",),
 }
+# The variants that compilers older than the processor may not build, and what is used instead.
+_NARROWER = {"amx_int8": "avx512_bf16"}
 # The flags of the variants that exist for AArch64.
 AARCH64_FLAGS = {"portable": "-march=armv8-a", "dotprod": "-march=armv8.2-a+dotprod"}
 # The folder in which a platform's wheel stores the libraries, as `VARIANT.so`.
@@ -109,11 +111,10 @@ class Library(NamedTuple):
 
 def load_library(build: Build) -> Library:
     """Load the shared library of the C kernels. Use the library that the package contains, else a library in the cache
-    folder, else compile one now. Raises BuildError if no library can be compiled or loaded."""
-    variant = choose_variant(build.variant)
-    path = BUILT / f"{variant}.so"
-    if not is_sealed(path):
-        path = build_library(build, flags_of(variant))
+    folder, else compile one now. Raises BuildError if no library can be compiled or loaded.
+
+    If the variant is "native" and no compiler knows the instructions of the widest, the next is used."""
+    path = _find_or_build(build, choose_variant(build.variant))
     try:
         _share_openmp()
         # Never unloaded, because threads may still run its code when the process ends.
@@ -126,6 +127,21 @@ def load_library(build: Build) -> Library:
             f"{path} was built from another version: the sizes differ for {', '.join(others)}; {_remedy(path)}"
         )
     return Library(functions, path)
+
+
+def _find_or_build(build: Build, variant: str) -> Path:
+    path = BUILT / f"{variant}.so"
+    if is_sealed(path):
+        return path
+    try:
+        return build_library(build, flags_of(variant))
+    except (NoMemoryError, TransientError):
+        raise
+    except BuildError as error:
+        if build.variant != NATIVE or variant not in _NARROWER:
+            raise
+        logger.warning("the CPU kernels use %s instead of %s: %s", _NARROWER[variant], variant, error)
+        return _find_or_build(build, _NARROWER[variant])
 
 
 def _remedy(path: Path) -> str:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from pagewire import installation
@@ -29,21 +30,30 @@ def main(arguments: Sequence[str]) -> int:
         text = parsed.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"cannot read {parsed.text}: {error}") from None
+    from worker_service.server import limit_spinning
+
+    limit_spinning(os.environ)  # before torch is imported
     from pagewire.network.checkpoint_files import CheckpointError
     from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer
+    from worker_service.device import is_out_of_memory
     from worker_service.startup.calibration import CHUNK_TOKENS, measure_importance
 
     try:
         path = Path(locate(parsed.model, parsed.revision).directory)
         tokenizer = load_tokenizer(path if is_gguf(path) else path / _TOKENIZER_FILE)
         tokenizer.no_truncation()
-        token_ids = tokenizer.encode(text).ids[: parsed.max_tokens]
+        tokenizer.no_padding()
+        token_ids = tokenizer.encode(text).ids
         if len(token_ids) < CHUNK_TOKENS:
             raise CommandError(f"{parsed.text} has {len(token_ids)} tokens: at least {CHUNK_TOKENS} are needed")
-        importance = measure_importance(path, token_ids, lambda doing: print(doing, file=sys.stderr, flush=True))
-        importance.save(parsed.output)
+        tell = partial(print, file=sys.stderr, flush=True)
+        measure_importance(path, token_ids[: parsed.max_tokens], tell).save(parsed.output)
     except (CheckpointError, ModelSourceError, OSError, ValueError) as error:
         raise CommandError(str(error)) from error
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CommandError(f"out of memory: {error}") from error
     print(f"wrote {parsed.output}; serve the model with --quantization int4 --calibrate {parsed.output}")
     return 0
 

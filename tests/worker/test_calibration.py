@@ -15,7 +15,7 @@ from pagewire.network.checkpoint_files import CheckpointError
 from pagewire.network.source import model_digest
 from testing.checkpoints.families import make_checkpoint
 from testing.kernels.compiler import skip_without_compiler
-from testing.worker.model_logits import CPU, load, packed_products
+from testing.worker.model_logits import CPU, edited, load, packed_products
 from tests.thorough import thorough
 from worker_service.config import WorkerConfig
 from worker_service.host import create_host_operations
@@ -177,7 +177,7 @@ def test_weights_in_4_bits_are_rounded_by_importance(tmp_path: Path, family: str
 def test_a_worker_keeps_what_was_rounded_by_importance_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Starts without importance, with a file, and with another file at the same path, each twice."""
     path = make_checkpoint(tmp_path / "model", "llama", seed=68, hidden_size=256, intermediate_size=512)
-    file, found = tmp_path / "importance", []
+    file, found, reported = tmp_path / "importance", [], []
     caplog.set_level("INFO")
     for seed in (None, 1, 2):
         if seed is not None:
@@ -189,9 +189,13 @@ def test_a_worker_keeps_what_was_rounded_by_importance_apart(tmp_path: Path, cap
             config = WorkerConfig(
                 model=str(path), device="cpu", quantization="int4", calibrate=calibrate, num_device_blocks=8
             )
-            load_worker(config, "worker").close()
+            worker = load_worker(config, "worker")
+            worker.close()
+            reported.append(worker.ready.quantization)
             found.append("reading weights that were quantised and packed at an earlier start" in caplog.text)
     assert found == [False, True] * 3
+    assert reported[::2] == reported[1::2]
+    assert len({*reported}) == 3
     assert len(list((tmp_path / "cache" / "quantized").iterdir())) == 1
 
 
@@ -233,6 +237,19 @@ def test_the_command_refuses_what_it_cannot_use(tmp_path: Path, text: bytes | No
         (tmp_path / "text").write_bytes(text)
     with pytest.raises(CommandError, match=reason):
         calibrate.main([str(STORYTELLER), str(tmp_path / "text"), "--output", str(tmp_path / output)])
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=72)
+    with pytest.raises(ValueError, match="the text has the token 151, but the model has 151 tokens"):
+        calibration.measure_importance(path, [3, 151, 4], print)
+
+
+def test_inputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=73)
+    edited(path, **{"model.layers.1.input_layernorm.weight": torch.full((64,), torch.inf)})
+    with pytest.raises(ValueError, match=r"inputs of model\.layers\.1\.self_attn\.q_proj\.weight are not finite in"):
+        calibration.measure_importance(path, random_text(10, 74), print)
 
 
 def test_a_quantised_model_is_refused(tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
             "backend",
             "shape",
             "windows",
+            "quantization",
             "streams",
             "kernels",
             "digest",

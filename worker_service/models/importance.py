@@ -4,6 +4,8 @@ An output changes by the error of a weight times the input. So the errors of a c
 input, as in llama.cpp's importance matrices (https://github.com/ggml-org/llama.cpp/tree/master/tools/imatrix).
 """
 
+import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +31,7 @@ class Importance:
     """The mean squares of the inputs of a model's linear weights over a text.
 
     Attributes:
-        model_digest: the digest of the model, see `pagewire.network.source.model_digest`.
+        model_digest: the digest of the model's configuration and tokenizer, see `pagewire.network.source.model_digest`.
         mean_squares: [in_size] float32, by the name of the weight. Weights that had no input are missing, for example
             those of experts that no token chose.
     """
@@ -39,11 +41,14 @@ class Importance:
 
     def save(self, path: Path) -> None:
         """Write the importance to a safetensors file. Raises OSError if that fails."""
-        metadata = {_FORM: _FORMAT, _MODEL: self.model_digest.hex()}
+        metadata, partial = {_FORM: _FORMAT, _MODEL: self.model_digest.hex()}, path.with_name(f"{path.name}.part")
         try:
-            save_file(dict(self.mean_squares), path, metadata)
+            save_file(dict(self.mean_squares), partial, metadata)
+            partial.replace(path)
         except SafetensorError as error:
             raise OSError(f"{path} cannot be written: {error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -51,11 +56,18 @@ class Importance:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-            if metadata.get(_FORM) != _FORMAT:
+            if metadata.get(_FORM) != _FORMAT or not re.fullmatch("([0-9a-f]{2})*", metadata.get(_MODEL, "")):
                 raise ValueError(f"{path} was not written by this version of pagewire calibrate")
             return cls(bytes.fromhex(metadata.get(_MODEL, "")), load_file(path))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
+
+    def digest(self) -> str:
+        """Return a digest of the values, in hexadecimal."""
+        found = hashlib.sha256()
+        for name, values in sorted(self.mean_squares.items()):
+            found.update(f"{name}\0{values.dtype}\0".encode() + values.contiguous().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
 
     def by_weight(self, listed: OperationList) -> dict[str, Tensor]:
         """Return the importance of each column, with a mean of 1, by the name of the weight. Raises CheckpointError if

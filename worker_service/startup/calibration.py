@@ -19,7 +19,8 @@ from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.device_memory import check_cpu_weights
 from worker_service.startup.loader import attention_shape, cache_shape, choose_dtype
 from worker_service.startup.preflight import check_worker
-from worker_service.startup.resources import available_bytes
+from worker_service.startup.resources import available_bytes, num_usable_cpus
+from worker_service.startup.warm_up import initialize_vector_math
 
 CHUNK_TOKENS = 512  # tokens of each sequence, at most
 _BLOCK_SIZE = 16
@@ -35,7 +36,11 @@ def measure_importance(path: Path, token_ids: Sequence[int], tell: Callable[[str
     invalid.
     """
     digest = check_worker(WorkerConfig(model=str(path), device="cpu", quantization="int4"))
+    initialize_vector_math()
+    torch.set_num_threads(min(torch.get_num_threads(), num_usable_cpus()))
     network, kernels = load_config(path), load_cpu_kernels(tell)
+    if max(token_ids) >= network.vocab_size:
+        raise ValueError(f"the text has the token {max(token_ids)}, but the model has {network.vocab_size} tokens")
     length = min(CHUNK_TOKENS, network.max_position_embeddings)
     dtype = choose_dtype("auto", network.dtype, _CPU, kernels)
     operations = create_host_operations(kernels)
@@ -50,7 +55,11 @@ def measure_importance(path: Path, token_ids: Sequence[int], tell: Callable[[str
         chunk = token_ids[start : start + length]
         sequence.compute(chunk)
         tell(f"computed {start + len(chunk)} of {len(token_ids)} tokens")
-    return Importance(digest, squares.mean())
+    means = squares.mean()
+    for name, values in means.items():
+        if not values.isfinite().all():
+            raise ValueError(f"inputs of {name} are not finite in {dtype}: the model cannot be calibrated")
+    return Importance(digest, means)
 
 
 class _Sequence:

@@ -1,6 +1,5 @@
 """The loading of a worker from its configuration: device, dtype, weights, KV cache, model runner."""
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +95,7 @@ def _load_worker(
     config: WorkerConfig, whole: Network, worker_id: str, report: LoadProgress, start: GrammarStart, digest: bytes
 ) -> LoadedWorker:
     """Load the model for `load_worker`. `whole` describes it for all ranks. `start` prepares grammars meanwhile."""
-    device = choose_device(config.device, config.tensor_parallel_rank)
+    device, importance = choose_device(config.device, config.tensor_parallel_rank), _importance(config, digest)
     communicator = _communicator(config, device)
     network = whole.of_rank(communicator.rank, communicator.size)
     is_gpu, uses_onednn, block_size = device.type == "cuda", config.cpu_products == "onednn", config.choose_block_size()
@@ -118,15 +117,14 @@ def _load_worker(
         is_dummy=config.load_format == "dummy",
         communicator=communicator,
         quantization=config.quantization,
-        importance=_importance(config, digest),
+        importance=importance,
         max_model_len=max_model_len,
         storage_dtype=_DTYPES.get(config.dtype),
     )
     shape = cache_shape(network, groups, block_size, cache_dtype, is_head_major=backend.is_head_major)
-    windows = tuple(group.window for group in groups)
+    windows, state_bytes = tuple(group.window for group in groups), network.state_size * torch.float32.itemsize
     # Also for layer groups with windows: the prefix cache uses what the sequences leave.
     max_num_blocks = config.max_num_seqs * len(windows) * -(-max_model_len // block_size)
-    state_bytes = network.state_size * torch.float32.itemsize
     sizes = PoolSize(config, shape.block_bytes, max_num_blocks, len(windows), state_bytes, max_model_len)
     check_memory(unloaded, sizes)
     log_formats(unloaded)
@@ -135,10 +133,11 @@ def _load_worker(
     assembly = _RunnerParts(
         config=config,
         weight_bytes=unloaded.footprint().held,  # computed before loading, which changes the footprint
-        model=_load_weights(unloaded, report, _packed_cache(config, unloaded, kernels, digest)),
+        model=_load_weights(unloaded, report, _packed_cache(config, unloaded, kernels, digest, importance)),
         network=network,
         alibi_slopes=whole.heads.alibi_slopes,
         dtype=dtype,
+        quantization=_describe_quantization(config, importance),
         weight_format=unloaded.describe_weights(),
         backend=backend,
         shape=shape,
@@ -325,6 +324,7 @@ class _RunnerParts:
     network: Network  # of this rank
     alibi_slopes: tuple[float, ...]  # of all ranks
     dtype: torch.dtype
+    quantization: str  # done while loading; empty if none
     weight_format: str
     weight_bytes: int
     backend: AttentionBackend
@@ -406,7 +406,7 @@ class _RunnerParts:
             ),
             tensor_parallel_rank=self.communicator.rank,
             tensor_parallel_size=self.communicator.size,
-            quantization=self.config.quantization or "",
+            quantization=self.quantization,
             weight_format=self.weight_format,
             weight_bytes=self.weight_bytes,
             grammar_version=grammar_version,
@@ -528,7 +528,8 @@ def log_long_rope(rope: RopeConfig | None, max_model_len: int) -> None:
 
 
 def _importance(config: WorkerConfig, digest: bytes) -> Importance | None:
-    """Read the file of --calibrate, if there is one. Raises ValueError if it is not of this model."""
+    """Read the file of --calibrate, if there is one. Raises ValueError if it is of a model with another configuration
+    or tokenizer."""
     if config.calibrate is None:
         return None
     found = Importance.load(Path(config.calibrate))
@@ -537,8 +538,18 @@ def _importance(config: WorkerConfig, digest: bytes) -> Importance | None:
     return found
 
 
+def _describe_quantization(config: WorkerConfig, importance: Importance | None) -> str:
+    """Return a text that differs if weights are quantised differently while they load."""
+    calibrated = "" if importance is None else f" calibrated {importance.digest()[:16]}"
+    return (config.quantization or "") + calibrated
+
+
 def _packed_cache(
-    config: WorkerConfig, unloaded: UnloadedModel, kernels: CpuKernels | None, digest: bytes
+    config: WorkerConfig,
+    unloaded: UnloadedModel,
+    kernels: CpuKernels | None,
+    digest: bytes,
+    importance: Importance | None,
 ) -> PackedCache | None:
     """Return the disk cache of a CPU model's quantised weights, or None if the worker does not use such a cache.
 
@@ -554,8 +565,8 @@ def _packed_cache(
         "weights": weights_digest(path),
         "quantization": config.quantization,
     }
-    if config.calibrate is not None:
-        identity["calibration"] = hashlib.sha256(Path(config.calibrate).read_bytes()).hexdigest()
+    if importance is not None:
+        identity["calibration"] = importance.digest()
     return PackedCache(folder, kernels, unloaded.dtype, identity)
 
 
