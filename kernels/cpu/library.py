@@ -140,8 +140,12 @@ def _find_or_build(build: Build, variant: str) -> Path:
     except BuildError as error:
         if build.variant != NATIVE or variant not in _NARROWER:
             raise
+        try:
+            path = _find_or_build(build, _NARROWER[variant])
+        except BuildError:
+            raise error from None  # no compiler works
         logger.warning("the CPU kernels use %s instead of %s: %s", _NARROWER[variant], variant, error)
-        return _find_or_build(build, _NARROWER[variant])
+        return path
 
 
 def _remedy(path: Path) -> str:
