@@ -90,7 +90,7 @@ command_state("no server", f"{NO_SERVER} pagewire complete Once", "no server ans
 command_state("mistyped verb", "pagewire complet", "error: unknown verb 'complet'; did you mean complete?", code=2)
 command_state("version by a letter", "pagewire -V", "pagewire 0.")
 command_state("help by a word", "pagewire help complete", "pagewire complete TEXT")
-command_state("prompt without quotes", f"{NO_SERVER} pagewire complete two words", "quotes", code=2)
+command_state("prompt without quotes", f"{NO_SERVER} pagewire complete two words", "quote", code=2)
 command_state(
     "completion of bash",
     """bash -c 'eval "$(pagewire completion bash)"; COMP_WORDS=(pagewire com); COMP_CWORD=1; _pagewire
