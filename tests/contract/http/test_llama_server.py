@@ -331,8 +331,8 @@ async def test_slots_of_running_requests(server: HttpServer) -> None:
         assert [slot["id"] for slot in slots] == list(range(64))
         return [slot for slot in slots if slot["is_processing"]]
 
-    await server.stack.until_idle()
-    assert await busy() == []
+    while await busy():  # requests of other tests
+        pass
     server.stack.worker.step_seconds = 0.01
     asked = {"prompt": TOKENS, "n_predict": 200, "ignore_eos": True, "stream": True, "n_cmpl": 2}
     async with server.client.stream("POST", PATH, json=asked) as response:
@@ -343,8 +343,8 @@ async def test_slots_of_running_requests(server: HttpServer) -> None:
             assert slot["next_token"]["n_decoded"] + slot["next_token"]["n_remain"] == 200
             assert slot["n_ctx"] == 256
     server.stack.worker.step_seconds = 0
-    await server.stack.until_idle()
-    assert await busy() == []
+    while await busy():  # the front end ends its requests after the scheduler
+        pass
     assert (await server.client.get("/slots?fail_on_no_slot=1")).status_code == 200
 
 
