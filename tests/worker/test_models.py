@@ -260,7 +260,12 @@ def test_equals_transformers(load_model, tmp_path, family, overrides):
     actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), token_ids)
     expected = transformers_logits(path, token_ids)
     assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+    limit = TOLERANCE * expected.abs().max().item()
+    if family == "qwen3_5_text":
+        # The delta rule rounds at each token, in transformers too: by as much as the tolerance allows both together.
+        exact = transformers_logits(path, token_ids, torch.float64)
+        limit += (expected - exact).abs().max().item()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=limit)
 
 
 def make_multimodal_checkpoint(directory, family, text_family):
