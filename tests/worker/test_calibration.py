@@ -14,15 +14,15 @@ from pagewire.client.errors import CommandError
 from pagewire.network.checkpoint_files import CheckpointError
 from pagewire.network.source import model_digest
 from testing.checkpoints.families import make_checkpoint
-from testing.kernels.compiler import skip_without_compiler
 from testing.worker.model_logits import CPU, edited, load, packed_products
+from testing.worker.own_cache import use_own_cache
 from tests.thorough import thorough
 from worker_service.config import WorkerConfig
 from worker_service.host import create_host_operations
 from worker_service.models.importance import Importance
 from worker_service.models.loading import prepare_model
 from worker_service.startup import calibration
-from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.loader import load_worker
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
@@ -33,14 +33,7 @@ LINEAR = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
 @pytest.fixture(autouse=True)
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a user cache of the test's own, with the built kernels."""
-    skip_without_compiler()
-    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
-    load_cpu_kernels()
-    built = cache_folder("kernels")
-    assert built is not None
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "kernels").symlink_to(built)
-    monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path / "cache"))
+    use_own_cache(tmp_path / "cache", monkeypatch)
 
 
 def random_text(num_tokens: int, seed: int) -> list[int]:

@@ -17,8 +17,8 @@ from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.checkpoints.packed import make_quantized
 from testing.checkpoints.quantized import BY_NAME
-from testing.kernels.compiler import skip_without_compiler
 from testing.worker.model_logits import CPU, compute_logits, load, random_tokens
+from testing.worker.own_cache import use_own_cache
 from worker_service.config import WorkerConfig
 from worker_service.host import PackedCache
 from worker_service.host.cpu_operations import CpuProduct, create_host_operations
@@ -28,7 +28,7 @@ from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.models.loading import prepare_model
 from worker_service.models.quantizing import QuantizingTensors
 from worker_service.models.torch_operations import Operations
-from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.loader import check_quantization, load_worker
 from worker_service.startup.preflight import check_worker
 from worker_service.startup.progress import LoadProgress
@@ -39,14 +39,7 @@ pytestmark = pytest.mark.one_of_each
 @pytest.fixture(autouse=True)
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a user cache of the test's own, with the built kernels."""
-    skip_without_compiler()
-    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
-    load_cpu_kernels()
-    built = cache_folder("kernels")
-    assert built is not None
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "kernels").symlink_to(built)
-    monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path / "cache"))
+    use_own_cache(tmp_path / "cache", monkeypatch)
 
 
 def logits_of(model: Decoder, *, is_fused: bool = True) -> torch.Tensor:

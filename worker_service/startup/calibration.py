@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.states import StateRows
 from pagewire.network.layer_groups import layer_groups
 from pagewire.network.source import load_config
@@ -50,7 +51,7 @@ def measure_importance(path: Path, token_ids: Sequence[int], tell: Callable[[str
     check_cpu_weights(available=available_bytes(), held=footprint.held, peak=footprint.peak, held_in=held_in)
     tell("loading the model")
     model = unloaded.load()
-    squares, sequence = InputSquares.of(model), _Sequence(model, length)
+    squares, sequence = InputSquares.of(model), _Sequence(model, length, dtype, kernels)
     for start in range(0, len(token_ids), length):
         chunk = token_ids[start : start + length]
         sequence.compute(chunk)
@@ -65,9 +66,8 @@ def measure_importance(path: Path, token_ids: Sequence[int], tell: Callable[[str
 class _Sequence:
     """A model with a KV cache for one sequence, which each computation begins anew."""
 
-    def __init__(self, model: Decoder, max_tokens: int) -> None:
+    def __init__(self, model: Decoder, max_tokens: int, dtype: torch.dtype, kernels: CpuKernels | None) -> None:
         self._model, network = model, model.network
-        kernels, dtype = load_cpu_kernels(), model.embedding.lookup_rows(torch.zeros(1, dtype=torch.int64)).dtype
         groups = layer_groups(network.layers, max_tokens, is_bidirectional=network.is_bidirectional)
         self._backend = create_backend(
             "auto", _CPU, attention_shape(network, _BLOCK_SIZE, dtype, dtype, groups), kernels
